@@ -1,6 +1,7 @@
-"""What the Triton kernels need of a GPU, compiled for each architecture here: registers, spills and shared memory.
+"""What the Triton kernels need of a GPU, compiled for each architecture here: registers, spills and shared memory; and
+how long a device takes at least, by what it reads and multiplies.
 
-python benchmarks/cubins.py        half a minute; no device is needed
+python benchmarks/cubins.py        a minute; no device is needed
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from mla_fx.lowering.cuda import split_keys
+from mla_fx.lowering.cuda import lightning_index, split_keys
 from results import console
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
@@ -22,8 +23,28 @@ from triton.compiler import ASTSource
 
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of a block, at most; CUDA's programming guide
-FLAGS = {"HAS_LENGTHS": True, "HAS_FILL": False, "HAS_MASK": False, "IS_BOOL": False}
-POINTERS = {"table": "*i32", "lengths": "*i64", "mask": "*u8", "outs": "*fp32", "lses": "*fp32"}
+REGISTERS, WARP = 2**16, 32  # registers of a multiprocessor, threads of a warp
+DEVICES = {"H100": (3.35, 989), "H200": (4.8, 989)}  # TB/s, TFLOP/s in bfloat16; NVIDIA's data sheets
+POINTERS = {"table": "*i32", "lengths": "*i64", "mask": "*u8", "weights": "*fp32"}
+POINTERS |= dict.fromkeys(("out", "outs", "lses"), "*fp32")
+STORED = "query", "query_rope", "kv_cache", "kr_cache", "key"  # in the dtype of the model
+OPTIONS = {"HAS_MASK": False, "IS_BOOL": False, "PRECISION": "ieee"}
+ATTENTION = {
+    "R": 512,
+    "DR": 64,
+    "COLUMNS": 512,
+    "ROTARY": 64,
+    "ROWS": split_keys.ROWS,
+    "KEYS": split_keys.KEYS,
+    "HAS_LENGTHS": True,
+    "HAS_FILL": False,
+    **OPTIONS,
+}
+INDEX = {"D": 128, "COLUMNS": 128, "HEADS": lightning_index.HEADS, "KEYS": lightning_index.KEYS, **OPTIONS}
+KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "attention": (split_keys.attend_to_part, ATTENTION, split_keys.WARPS),
+    "index scores": (lightning_index.score_keys, INDEX, lightning_index.WARPS),
+}
 
 
 @dataclass(frozen=True)
@@ -35,37 +56,41 @@ class Use:
     registers: int
     spilled: int  # bytes
     shared: int  # bytes
+    warps: int
+
+    @property
+    def programs(self) -> int:
+        """How many fit a multiprocessor at once."""
+        by_registers = REGISTERS // (self.registers * WARP * self.warps)
+        return min(by_registers, 1024 * SHARED[self.architecture] // max(1, self.shared))
+
+    @property
+    def fits(self) -> bool:
+        return self.spilled == 0 and self.programs > 0
 
 
 def uses() -> Iterator[Use]:
     for name, number in ARCHITECTURES.items():
-        for dtype in ("bf16", "fp16"):
-            for has_table in (False, True):
-                what = f"{dtype}, in {'pages' if has_table else 'one piece'}"
-                yield use(what, name, number, dtype, has_table)
+        for kernel in KERNELS:
+            for dtype in ("bf16", "fp16"):
+                for has_table in (False, True):
+                    what = f"{kernel}, {dtype}, in {'pages' if has_table else 'one piece'}"
+                    yield Use(what, name, *compiled(*KERNELS[kernel], number, dtype, has_table), KERNELS[kernel][2])
 
 
-def use(what: str, name: str, number: int, dtype: str, has_table: bool) -> Use:
-    constants = {
-        "R": 512,
-        "DR": 64,
-        "COLUMNS": 512,
-        "ROTARY": 64,
-        "ROWS": split_keys.ROWS,
-        "KEYS": split_keys.KEYS,
-        "HAS_TABLE": has_table,
-        **FLAGS,
-        "PRECISION": "ieee",
-    }
-    kernel = split_keys.attend_to_part
+def compiled(
+    kernel: Any, options: dict[str, Any], warps: int, number: int, dtype: str, has_table: bool
+) -> tuple[int, int, int]:
+    """Registers of a thread, bytes of its stack, and bytes of shared memory."""
+    constants = {**options, "HAS_TABLE": has_table}
     types = {each: kind_of(each, dtype) for each in kernel.arg_names if each not in constants}
     source = ASTSource(fn=kernel, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants)
-    found = triton.compile(source, GPUTarget("cuda", number, 32), {"num_warps": split_keys.WARPS})
-    return Use(what, name, *resources(found.asm["cubin"]), found.metadata.shared)
+    found = triton.compile(source, GPUTarget("cuda", number, 32), {"num_warps": warps})
+    return *resources(found.asm["cubin"]), found.metadata.shared
 
 
 def kind_of(argument: str, dtype: str) -> str:
-    if argument in ("query", "query_rope", "kv_cache", "kr_cache"):
+    if argument in STORED:
         return f"*{dtype}"
     return POINTERS.get(argument, "fp32" if argument in ("scale", "fill") else "i32")
 
@@ -81,15 +106,44 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return registers, spilled
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a call reads, in bytes, and the operations of its products."""
+
+    call: str
+    read: float
+    operations: float
+
+    def least(self, device: str) -> tuple[float, float]:
+        """Microseconds by what is read, and by what is multiplied."""
+        terabytes, teraflops = DEVICES[device]
+        return self.read / terabytes / 1e6, self.operations / teraflops / 1e6
+
+
+def works() -> Iterator[Work]:
+    """Attention with 512 + 64 columns, one new token of each sequence; index scores with 64 heads of 128 columns."""
+    for batch, heads, context in ((1, 16, 4096), (1, 128, 4096), (1, 128, 65536), (32, 128, 4096), (128, 16, 8192)):
+        keys = batch * context
+        yield Work(f"attention, {batch} x {context}, {heads} heads", 2 * keys * 576, 2 * keys * heads * (576 + 512))
+    for context in (16384, 65536):
+        chosen = 2048
+        yield Work(f"index scores, 1 x {context}", 2 * context * 128, 2 * context * 64 * 128)
+        yield Work(f"attention to {chosen} of {context}, 128 heads", 2 * chosen * 576, 2 * chosen * 128 * (576 + 512))
+
+
 def main() -> None:
-    table = Table("kernel", "architecture", "registers", "spilled", "shared memory", "of at most")
-    does_not_fit = 0
-    for found in uses():
-        row: list[Any] = [found.kernel, found.architecture, found.registers, f"{found.spilled} bytes"]
-        table.add_row(*map(str, row), f"{found.shared / 1024:.0f} KiB", f"{SHARED[found.architecture]} KiB")
-        does_not_fit += found.spilled > 0 or found.shared > 1024 * SHARED[found.architecture]
+    table = Table("kernel", "architecture", "registers", "spilled", "shared memory", "programs at once")
+    found = list(uses())
+    for use in found:
+        row: list[Any] = [use.kernel, use.architecture, use.registers, f"{use.spilled} bytes"]
+        table.add_row(*map(str, [*row, f"{use.shared / 1024:.0f} KiB", use.programs]))
     console.print(table)
-    if does_not_fit:
+    paper = Table("call", "reads", "multiplies", *(f"{device}, at least" for device in DEVICES))
+    for work in works():
+        times = ("{:.1f} and {:.1f} us".format(*work.least(device)) for device in DEVICES)
+        paper.add_row(work.call, f"{work.read / 2**20:.1f} MiB", f"{work.operations / 1e9:.1f} GFLOP", *times)
+    console.print(paper, "Microseconds by what is read and by what is multiplied; the longer of the two is the least.")
+    if does_not_fit := sum(not use.fits for use in found):
         raise SystemExit(f"{does_not_fit} kernels spill registers or take too much shared memory.")
 
 

@@ -1,6 +1,7 @@
 """The scores of an indexer and the top-k that chooses keys by them, as one operator.
 
-    sum over heads of weights relu(query . key) + mask, topk -> lightning_index(query, key, weights, mask)
+    sum over heads of weights relu(query . key) * key_scale + mask, topk
+        -> lightning_index(query, key, weights, mask, key_scale)
 
 In plain code the scores of each head are a value [B, S, N, T] in float32, which is larger than all else that a layer
 computes. The operator never holds it. Keys, queries and weights stay as the program computes them, so an indexer may
@@ -84,6 +85,26 @@ class _ScaledLast(_Indexed):
         return torch.einsum("bsht,bsh->bst", torch.einsum("bshd,btd->bsht", query, keys).relu(), weights) * -0.2
 
 
+class _ScaledKeys(_Indexed):
+    """DeepSeek's own code: keys are codes, whose scales multiply the scores."""
+
+    def operands(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, keys, weights = super().operands(x, position)
+        self.key_scale = keys.abs().amax(-1) / 448.0
+        return query, (keys / self.key_scale.unsqueeze(-1)).to(torch.float8_e4m3fn).to(keys.dtype), weights
+
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        products = torch.einsum("bshd,btd->bsht", query, keys).relu()
+        return (products * weights.unsqueeze(-1)).sum(2) * self.key_scale.unsqueeze(1)
+
+
+class _ScaledByToken(_Indexed):
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        products = torch.einsum("bshd,btd->bsht", query, keys).relu()
+        scales = query.sum((2, 3)).unsqueeze(-1) * keys.sum(-1).unsqueeze(1)
+        return (products * weights.unsqueeze(-1)).sum(2) * scales.sin()
+
+
 class _NoRelu(_Indexed):
     def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
         return torch.einsum("bsht,bsh->bst", torch.einsum("bshd,btd->bsht", query, keys).tanh(), weights)
@@ -121,15 +142,18 @@ class LightningIndex(Rule):
     after = ("chosen_keys",)
     targets = (TOPK,)
     yields_to_target = True
-    accepts = tuple(
-        Case(name, build, FUSED)
-        for name, build in (("products", _Indexed), ("einsum", _Einsum), ("scaled last", _ScaledLast))
+    accepts = (
+        Case("products", _Indexed, FUSED),
+        Case("einsum", _Einsum, FUSED),
+        Case("scaled last", _ScaledLast, FUSED),
+        Case("keys that are codes", _ScaledKeys, FUSED),
     )
     rejects = (
         Case("no relu", _NoRelu, because=RELU),
         Case("weights inside", _WeightsInside, because=RELU),
         Case("negative inside", _NegativeInside, because="relu is of products times -0.408248"),
         Case("keys of each head", _KeysOfHeads, because="the indexer has keys of each head"),
+        Case("scaled by token", _ScaledByToken, because="multiplied by numbers that are no scales of keys"),
         Case("the smallest", _Smallest, because="the keys with the smallest scores are chosen"),
     )
 
@@ -148,7 +172,7 @@ class LightningIndex(Rule):
         b = tuple(axis for axis in rows if axis in found.key.axes)
         s = tuple(axis for axis in rows if axis not in b)
         query, key = found.query.stored, found.key.stored
-        dtype = torch.promote_types(query.dtype, key.dtype)
+        dtype = torch.promote_types(_multiplied_in(query.dtype), _multiplied_in(key.dtype))
         results = _users(found.topk)
         dims = b, (), s, t
         hides = all(mask.fill is not None for mask in found.masks)  # any number: where it is added, NaN stays
@@ -160,6 +184,7 @@ class LightningIndex(Rule):
             tensor(key, (b, t, d), dtype=dtype),
             tensor(found.weights, (b, s, n), expand=True),
             *masks,
+            key_scale=None if found.key_scale is None else tensor(found.key_scale, (b, t), expand=True),
             sparse_count=count,
             scale=found.factor,
             fill=fill,
@@ -169,6 +194,11 @@ class LightningIndex(Rule):
         roles = b, s, (), axes(chosen, "chosen keys", found.node)
         news = ((node, Call(operator.getitem, call, 1 - place)) for place, node in results.items())
         return Plan(*(replacing(node, index, result(new, roles)) for node, new in news))
+
+
+def _multiplied_in(dtype: torch.dtype) -> torch.dtype:
+    """Codes of 8 bits are whole in bfloat16."""
+    return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
 def _asked_by(attention: Node) -> Iterator[Node]:

@@ -37,6 +37,8 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
     refuse_counts(a)
     if a.scale <= 0:
         raise NoMatch(f"scale is {a.scale:.6g}; {KERNEL} takes none, and leaving out a positive one changes no choice")
+    if a.key_scale is not None:
+        raise NoMatch(f"key_scale is a tensor; {KERNEL} takes keys without scales")
     if a.fill is not None:
         raise NoMatch(f"hidden scores are {a.fill:.6g}; {KERNEL} takes minus infinity")
     if a.mask is not None:

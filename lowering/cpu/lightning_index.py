@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import kernel_operands, lightning_index
-from mla_fx.ops.emitted.attention import aligned
-from mla_fx.ops.emitted.lightning_index import Arguments, chosen, in_parts
+from mla_fx.ops.emitted import lightning_index
+from mla_fx.ops.emitted.kernel_operands import of_index
+from mla_fx.ops.emitted.lightning_index import Arguments, by_rows
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
@@ -45,10 +45,7 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
         return lightning_index.body(a)
     if a.block_table is not None:
         lightning_index.check(a)  # the kernel reads what the table names
-    batch, steps = a.query.shape[:2]
-    many = max(1, AT_ONCE // max(1, batch * context_of(a.key, a.block_table)))
-    rows = ((first, first + many) for first in range(0, max(1, steps), many))
-    return in_parts(a, rows, lambda part: chosen(index_scores(part).unsqueeze(2), part))
+    return by_rows(a, index_scores, AT_ONCE)
 
 
 def index_scores(a: Arguments) -> Tensor:
@@ -58,11 +55,7 @@ def index_scores(a: Arguments) -> Tensor:
     out = a.query.new_empty(batch, steps, context, dtype=torch.float32)
     if out.numel() == 0:
         return out
-    query, key = map(kernel_operands.in_rows, (a.query, a.key))
-    weights = (a.weights.float() * a.scale).contiguous()
-    table = None if a.block_table is None else a.block_table.contiguous()
-    mask = None if a.mask is None else (a.mask if a.mask.dtype == torch.bool else a.mask.float())
-    mask = None if mask is None else aligned(mask, rows_first=True).expand(batch, steps, 1, context)
+    query, key, weights, table, mask = of_index(a)
     held = query, key, weights, table, mask, out  # until the kernel has run
     call = CALL.pack(
         *(0 if value is None else value.data_ptr() for value in held),

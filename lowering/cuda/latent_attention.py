@@ -12,5 +12,5 @@ OPERATOR = "latent_attention"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
-    check_served(a.query, a.kv_cache, a.query.shape[1])
+    check_served(a.kv_cache, a.query.shape[1])
     return attend

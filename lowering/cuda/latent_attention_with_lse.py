@@ -12,5 +12,5 @@ OPERATOR = "latent_attention.with_lse"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
-    check_served(a.query, a.kv_cache, a.query.shape[1])
+    check_served(a.kv_cache, a.query.shape[1])
     return attend_with_lse

@@ -12,7 +12,7 @@ OPERATOR = "sparse_latent_attention"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
-    check_served(a.query, a.kv_cache, 1)
+    check_served(a.kv_cache, 1)
     return attend_chosen
 
 

@@ -139,13 +139,13 @@ def join_parts(  # type: ignore[no-untyped-def]
     tl.store(out + row * R + column, sums / tl.where(total == 0, 1.0, total), mask=column < R)
 
 
-def check_served(query: Tensor, kv_cache: Tensor, tokens: int) -> None:
-    """Raise NoMatch for a call that the kernel is not for. `tokens` see the same keys."""
-    if query.device.type != "cuda":
+def check_served(kv_cache: Tensor, tokens: int) -> None:
+    """Raise NoMatch for a call that the kernel is not for. `tokens` of a sequence share their keys."""
+    if kv_cache.device.type != "cuda":
         raise NoMatch("the kernel is for CUDA devices")
     if kv_cache.dtype not in DTYPES or kv_cache.dim() != 3:
         raise NoMatch("the kernel is for caches of rows, and at most 32 bits")
-    rank = query.shape[3]
+    rank = kv_cache.shape[2]
     if not isinstance(rank, int) or rank > MOST_COLUMNS:
         raise NoMatch(f"the kernel is for at most {MOST_COLUMNS} columns of a latent")
     if isinstance(tokens, int) and tokens > MOST_TOKENS:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.fx import Node
@@ -43,6 +43,7 @@ FUSED_ATTENTION = frozenset(
 ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, *EXPONENTIALS, aten.div.Tensor})
 STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor, aten.nan_to_num.default})
 TO_CODES = STEPS | {aten.div.Tensor}
+Score = TypeVar("Score")
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def attention(node: Node) -> Attention:
     keys = of_axis(found.axis)
     if weighted.over != (keys,):
         raise NoMatch("the values are not summed over the softmax axis alone", output)
-    scores, masks = logits(found.logits, allowance())
+    scores, masks = logits(found.logits, allowance(), contraction)
     for mask in masks:
         if holds_codes(mask.element):
             how = "expected latents that are dequantised: codes times scales"
@@ -219,23 +220,25 @@ def _first_user(node: Node, wanted: Set[object], steps: Set[object]) -> Node | N
     return next((user for user in users if user.target in wanted), None)
 
 
-def logits(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
-    """Read what a softmax or a top-k gets as products of queries and keys, and masks: first the numbers that are added,
-    then the fills."""
+def logits(
+    element: Element, budget: Budget, read: Callable[[Element], Score]
+) -> tuple[tuple[Score, ...], tuple[Mask, ...]]:
+    """Read what a softmax or a top-k gets as products of queries and keys, each by `read`, and masks: first the numbers
+    that are added, then the fills."""
     total = as_sum(element, budget)
     if total.constant:
         raise NoMatch("a number is added to the attention scores", element.origin)
-    scores: list[Contraction] = []
+    scores: list[Score] = []
     masks: list[Mask] = []
     for term in total.terms:
         filled = _filled(term)
-        inner = None if filled is None else _masked_scores(filled[0], budget)
+        inner = None if filled is None else _masked_scores(filled[0], budget, read)
         if filled is not None and inner is not None:
             scores += inner[0]
             masks += [*inner[1], filled[1]]
             continue
         try:
-            scores.append(contraction(term))
+            scores.append(read(term))
         except NoMatch:
             masks.append(_added(term))
     if not scores:
@@ -259,10 +262,12 @@ def _why_no_score(masks: list[Mask]) -> str:
     return "no product of query and key enters the softmax"
 
 
-def _masked_scores(element: Element, budget: Budget) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]] | None:
+def _masked_scores(
+    element: Element, budget: Budget, read: Callable[[Element], Score]
+) -> tuple[tuple[Score, ...], tuple[Mask, ...]] | None:
     """Read the logits under a fill; None if the filled value is a mask without scores."""
     try:
-        return logits(element, budget)
+        return logits(element, budget, read)
     except NoMatch:
         spend(budget, element.origin)  # raises the original reason if the logits are too long
         return None

@@ -4,6 +4,7 @@ weighed and summed up over heads."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch.fx import Node
@@ -11,7 +12,7 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
-from .algebra import allowance
+from .algebra import allowance, as_product
 from .attention import Mask, logits
 from .axes import Axis, Index
 from .bounds import Bounds, bounded
@@ -24,12 +25,14 @@ from .views import fresh_index
 aten = torch.ops.aten
 TOPK = aten.topk.default
 POSITIVE = Bounds(low=0.0)  # or zero
+Scaled = tuple[Contraction, Element | None]  # a product, and what multiplies it
 RELU = "a sum over heads of weights times relu(query . key)"
 
 
 @dataclass(frozen=True)
 class IndexScores(Reading):
-    """The largest of `factor * sum over heads of weights * relu(query . key)` under masks, chosen among `keys`.
+    """The largest of `factor * sum over heads of weights * relu(query . key) * key_scale` under masks, chosen among
+    `keys`.
 
     `topk` chooses among the scores `node`, which are read at `rows` and `keys`; `dim` is the place of the keys among
     them."""
@@ -40,6 +43,7 @@ class IndexScores(Reading):
     query: Element
     key: Element
     weights: Element
+    key_scale: Element | None
     heads: tuple[Index, ...]
     columns: tuple[Index, ...]
     masks: tuple[Mask, ...]
@@ -60,12 +64,15 @@ def index_scores(topk: Node) -> IndexScores:
     sums, masks = _sums(scores, index)
     if len(sums) != 1:
         raise NoMatch(f"the index scores are {len(sums)} products, expected {RELU}", topk)
-    factor, weights, product = _weighed(sums[0])
-    query, key = _sides(product, keys.axis, sums[0].axes)
+    ((found, key_scale),) = sums
+    factor, weights, product = _weighed(found)
+    query, key = _sides(product, keys.axis, found.axes)
     if keys.axis in weights.axes:
         raise NoMatch("the weights of the index scores depend on the key", weights.origin)
-    over = sums[0].over, product.over
-    return IndexScores(scores, topk, rows, keys, query, key, weights, *over, masks, factor * product.factor, dim)
+    if key_scale is not None and not key_scale.axes <= key.axes:
+        raise NoMatch("the index scores are multiplied by numbers that are no scales of keys", key_scale.origin)
+    operands, over = (query, key, weights, key_scale), (found.over, product.over)
+    return IndexScores(scores, topk, rows, keys, *operands, *over, masks, factor * product.factor, dim)
 
 
 def has_index_scores(topk: Node) -> bool:
@@ -75,14 +82,37 @@ def has_index_scores(topk: Node) -> bool:
         sums, _ = _sums(scores, fresh_index(scores))
     except NoMatch:
         return False
-    return any(_of_relu(side) is not None for each in sums for side in (each.left, each.right))
+    return any(_of_relu(side) is not None for each, _ in sums for side in (each.left, each.right))
 
 
-def _sums(scores: Node, index: tuple[Index, ...]) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
+def _sums(scores: Node, index: tuple[Index, ...]) -> tuple[tuple[Scaled, ...], tuple[Mask, ...]]:
     try:
-        return logits(resolve(scores, index), allowance())
+        return logits(resolve(scores, index), allowance(), _scaled)
     except NoMatch as miss:
         raise NoMatch(f"keys are chosen by {name_of(scores)}, expected {RELU}", scores) from miss
+
+
+def _scaled(element: Element) -> Scaled:
+    """A product that is summed up, and what the sum is multiplied by."""
+    try:
+        return contraction(element), None
+    except NoMatch:
+        product = as_product(element)
+        if len(product.factors) != 2 or any(power != 1 for _, power in product.factors):
+            raise
+        for (summed, _), (scale, _) in permutations(product.factors):
+            if (found := _weighted_relu(summed.times(product.number))) is not None:
+                return found, scale
+        raise
+
+
+def _weighted_relu(element: Element) -> Contraction | None:
+    """The product, if relu made one of its sides positive."""
+    try:
+        found = contraction(element)
+    except NoMatch:
+        return None
+    return found if any(_of_relu(side) is not None for side in (found.left, found.right)) else None
 
 
 def _weighed(found: Contraction) -> tuple[float, Element, Contraction]:

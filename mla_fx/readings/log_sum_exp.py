@@ -86,9 +86,7 @@ def log_sum_exp(node: Node, attention: Attention) -> LogSumExp:
     return LogSumExp(node, renamed(index, names), unit)
 
 
-def _names(
-    found: LogOfSum, index: tuple[Index, ...], attention: Attention, logits: Element
-) -> dict[Axis, Index]:
+def _names(found: LogOfSum, index: tuple[Index, ...], attention: Attention, logits: Element) -> dict[Axis, Index]:
     """The attention's names for the axes of the logarithm at `index`, whose scores lie along the same dimensions."""
     mine, theirs = found.logits.index, logits.index
     pairs = zip(mine, theirs, strict=False)

@@ -150,6 +150,11 @@ REFUSED = {
     "many keys": ("lightning_index", (index_call()[0], {"sparse_count": 65}), "sparse_count is 65, of 64 keys"),
     "a count": ("lightning_index", (index_call()[0], {"sparse_count": 2049}), "2049; .* a number up to"),
     "a sign": ("lightning_index", (index_call()[0], {"sparse_count": 4, "scale": -1.0}), "scale is -1; "),
+    "scaled keys": (
+        "lightning_index",
+        (index_call()[0], {"sparse_count": 4, "key_scale": torch.ones(BATCH, CONTEXT)}),
+        "key_scale is a tensor; ",
+    ),
     "heads": (
         "sparse_latent_attention",
         spoiled(attention_call, 0, lambda q: q[:, :, :3]),

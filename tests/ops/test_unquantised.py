@@ -315,6 +315,7 @@ REFUSALS = {
         (change(2, lambda w: w[..., 1:]), r"weights has shape \[2, 1, 15\]; it must be \[B, S, N\]"),
         (change(2, torch.Tensor.long), "weights has dtype torch.int64"),
         (option(mask=torch.zeros(2, 16, 1, 12)), r"mask has shape \[2, 16, 1, 12\]; it must broadcast to"),
+        (option(key_scale=torch.zeros(2, 11)), r"key_scale has shape \[2, 11\]; it must be \[B, T\]"),
         (option(sparse_count=0), "sparse_count is 0; it must be 1 or more"),
         (option(fill=-1.0), "fill is -1.0, but mask is no bool mask and context_lens is None"),
     ],

@@ -1,6 +1,5 @@
-"""The operands of latent_attention as kernels take them: addresses with strides, for CPUs and other devices alike.
-
-Letters are those of `latent_attention`."""
+"""The operands of latent_attention and of lightning_index as kernels take them: addresses with strides, for CPUs and
+other devices alike. Letters are those of the operators."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import latent_attention_with_lse
+from . import latent_attention_with_lse, lightning_index
+from .attention import aligned
 from .latent_attention import Arguments
 from .pages import context_of
 
@@ -42,3 +42,14 @@ def strides(value: Tensor | None, count: int) -> Sequence[int]:
 def results(a: Arguments) -> tuple[Tensor, Tensor]:
     """Room for attention, in the dtype of the cache, and for the logarithms."""
     return a.kv_cache.new_empty(a.query.shape), latent_attention_with_lse.fake(a)[1]
+
+
+def of_index(a: lightning_index.Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Query, key, weights times the scale in float32, block_table, and mask [B, S, 1, T] in bool or float32. Lengths
+    are a mask."""
+    batch, steps = a.query.shape[:2]
+    weights = (a.weights.float() * a.scale).contiguous()
+    mask = None if a.mask is None else a.mask if a.mask.dtype == torch.bool else a.mask.float()
+    sizes = batch, steps, 1, context_of(a.key, a.block_table)
+    shown = None if mask is None else aligned(mask, rows_first=True).expand(sizes)
+    return in_rows(a.query), in_rows(a.key), weights, in_rows(a.block_table), shown

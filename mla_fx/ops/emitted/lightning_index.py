@@ -27,6 +27,7 @@ class Arguments:
     mask: Tensor | None = None
     context_lens: Tensor | None = None
     block_table: Tensor | None = None
+    key_scale: Tensor | None = None
     _: KW_ONLY
     sparse_count: int
     scale: float = 1.0
@@ -39,17 +40,20 @@ Compute = Callable[[Arguments], tuple[Tensor, Tensor]]
 def body(a: Arguments) -> tuple[Tensor, Tensor]:
     """The keys with the largest scores of an indexer, and their scores::
 
-        score[b, s, t] = scale * sum over n of weights[b, s, n] * relu(query[b, s, n] . key[b, t]) + mask[b, 0, s, t]
+        score[b, s, t] = scale * sum over n of weights[b, s, n] * relu(query[b, s, n] . key[b, t]) * key_scale[b, t]
+                         + mask[b, 0, s, t]
 
     query is [B, S, N, D], key [B, T, D] of the same dtype, bfloat16, float16, float32 or float64. weights, [B, S, N],
-    may have any floating dtype. Scores are float32 (float64 for float64).
+    may have any floating dtype, and so may key_scale, [B, T], one if it is None: keys that are codes have one. Scores
+    are float32 (float64 for float64).
 
     mask broadcasts to [B, 1, S, T]: bool, where True may be chosen, or floating and added. context_lens, int64 [B] or
     [1], is the number of keys that the last row sees; each row before it sees one less. At most one of the two is
     given. Where a bool mask is False or context_lens hides a key, the score is `fill`, or minus infinity if that is
     None; it may be anything before that, even NaN. Anywhere else, NaN counts as the largest number.
 
-    With a block_table, int64 or int32 [B, Blocks], key is pages [BlockNum, BlockSize, D], and T is Blocks * BlockSize.
+    With a block_table, int64 or int32 [B, Blocks], key is pages [BlockNum, BlockSize, D], key_scale [BlockNum,
+    BlockSize], and T is Blocks * BlockSize.
 
     Returns indices, int32 [B, S, 1, sparse_count], and values in the dtype of weights: the numbers of the keys with the
     largest scores, largest first, and these scores. With fewer than sparse_count keys in the context, the numbers that
@@ -81,17 +85,43 @@ def in_parts(a: Arguments, rows: Iterable[tuple[int, int]], compute: Compute) ->
     return results
 
 
+def by_rows(a: Arguments, scores_of: Callable[[Arguments], Tensor], at_once: int) -> tuple[Tensor, Tensor]:
+    """The same from scores [B, S, T], at most `at_once` of them, for some query rows at a time."""
+    batch, steps = a.query.shape[:2]
+    many = max(1, at_once // max(1, batch * context_of(a.key, a.block_table)))
+    rows = ((first, first + many) for first in range(0, max(1, steps), many))
+    return in_parts(a, rows, lambda part: chosen(_of_kernel(part, scores_of), part))
+
+
+def _of_kernel(a: Arguments, scores_of: Callable[[Arguments], Tensor]) -> Tensor:
+    """[B, S, 1, T] from a kernel that knows no scales of keys."""
+    if a.key_scale is None:
+        return scores_of(a).unsqueeze(2)
+    return _finished(scores_of(replace(a, mask=None, fill=None, key_scale=None)).unsqueeze(2), a)
+
+
 def scores(a: Arguments) -> Tensor:
     """[B, S, 1, T]."""
     wide = accumulation_dtype(a.query.dtype)
     key = a.key if a.block_table is None else gathered(a.key, a.block_table)
     products = a.query.to(wide) @ key.to(wide).mT.unsqueeze(1)
-    weighed = a.weights.to(wide).unsqueeze(2) @ products.relu() * a.scale
-    mask = as_mask(a.mask, a.context_lens, False, a.query, key.shape[1])
+    return _finished(a.weights.to(wide).unsqueeze(2) @ products.relu() * a.scale, a)
+
+
+def _finished(weighed: Tensor, a: Arguments) -> Tensor:
+    """Sums over heads [B, S, 1, T] times the scale of each key, under the mask."""
+    if a.key_scale is not None:
+        weighed = weighed * _scales(a.key_scale, a.block_table).to(weighed.dtype)[:, None, None]
+    mask = as_mask(a.mask, a.context_lens, False, a.query, weighed.shape[-1])
     if mask is None:
         return weighed
     mask = aligned(mask, rows_first=True)
     return masked(weighed, mask, a.fill) if mask.dtype == torch.bool else weighed + mask
+
+
+def _scales(scale: Tensor, table: Tensor | None) -> Tensor:
+    """[B, T]."""
+    return scale if table is None else gathered(scale.unsqueeze(-1), table).squeeze(-1)
 
 
 def chosen(found: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
@@ -107,10 +137,11 @@ def chosen(found: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), free=("weights",), skip=("mask", "context_lens", "block_table"))
+    check_tensors(vars(a), free=("weights", "key_scale"), skip=("mask", "context_lens", "block_table"))
     sizes: Sizes = {}
     check_letters(a, sizes, query="B, S, N, D", weights="B, S, N")
-    check_letters(a, sizes, key="B, T, D" if a.block_table is None else "BlockNum, BlockSize, D")
+    rows = "B, T" if a.block_table is None else "BlockNum, BlockSize"
+    check_letters(a, sizes, key=f"{rows}, D", key_scale=rows)
     if a.block_table is not None:
         check_block_table(a, sizes, "key")
     check_mask(a.mask, a.context_lens, False, a.fill, {**sizes, "N": 1})
@@ -140,6 +171,10 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     query, _, weights = sample(dtype, 7, 3)
     pages = Sampler(dtype, 8).normal(5, 4, query.shape[-1])
     yield Sample("block_table", (query, pages, weights, None, lens, table), options)
+    scales = Sampler(dtype, 9).normal(5, 4)  # of any sign
+    yield Sample("block_table, key_scale", (query, pages, weights, None, lens, table, scales), options)
+    scaled = {**options, "key_scale": Sampler(dtype, 9).normal(2, 12)}
+    yield Sample("bool mask, fill, key_scale", (*sample(dtype, 3, 3), but_one), {**scaled, "fill": -0.05})
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import caches, heads, indexers, keys, masks, pages, projections, quantised, rotations
+from . import caches, heads, indexers, keys, masks, pages, parts, projections, quantised, rotations
 from .plain import Layer, Sizes
 
 S = Sizes()
@@ -113,6 +113,18 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "presplit": (projections.Presplit, S),
     "tied": (projections.Tied, EVEN),
     "scaled apart": (projections.ScaledApart, LEVEL),
+    "halves": (parts.Halves, S),
+    "halves, even": (parts.Halves, EVEN),
+    "halves, level": (parts.Halves, FOUR),
+    "shards": (parts.Shards, EVEN),
+    "shards, one token": (parts.Shards, SINGLE),
+    "new tokens apart": (parts.NewTokens, S),
+    "new tokens apart, even": (parts.NewTokens, EVEN),
+    "tail": (parts.Tail, S),
+    "tail, even": (parts.Tail, EVEN),
+    "expanded halves": (parts.ExpandedHalves, S),
+    "expanded halves, level": (parts.ExpandedHalves, FOUR),
+    "expanded tail": (parts.ExpandedTail, EVEN),
     "quantised": (quantised.Quantised, S),
     "dequantised": (quantised.Dequantised, EVEN),
     "quantised up": (quantised.QuantisedUp, S),
@@ -143,6 +155,8 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "indexed, few keys": (indexers.Indexed, S),
     "indexed by heads": (indexers.IndexedByHeads, LONG),
     "indexed by heads, level": (indexers.IndexedByHeads, FOUR),
+    "indexed, scaled keys": (indexers.ScaledKeys, LONG),
+    "indexed, scaled keys, level": (indexers.ScaledKeys, FOUR),
     "indexed by condition": (indexers.IndexedByCondition, LONG_EVEN),
     "indexed by condition, one token": (indexers.IndexedByCondition, Sizes(context=16, tokens=1, start=12)),
     "indexed, counted": (indexers.Counted, LONG),

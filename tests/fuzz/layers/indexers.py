@@ -67,6 +67,13 @@ class IndexedByHeads(Indexed):
         return (torch.full_like(scores, -torch.inf).scatter(-1, indices, 0.0) + mask).unsqueeze(1)
 
 
+class ScaledKeys(IndexedByHeads):
+    """DeepSeek's own code: the scales of coded keys multiply the scores. Here they have both signs."""
+
+    def scores(self, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        return super().scores(query, keys, weights) * keys.sin().sum(-1).unsqueeze(1)
+
+
 class IndexedByCondition(Indexed):
     """All masks are conditions."""
 

@@ -208,10 +208,14 @@ def oracle_chosen(query, kv, indices, mask, lens, table):
     return visible
 
 
-def oracle_index(query, key, weights, mask=None, lens=None, table=None, *, sparse_count, scale=1.0, fill=None):
+def oracle_index(
+    query, key, weights, mask=None, lens=None, table=None, key_scale=None, *, sparse_count, scale=1.0, fill=None
+):
     """Keys in the order of their scores, one score at a time."""
     batch, steps, heads, _ = query.shape
     keys, hidden = oracle_context(key, table), -math.inf if fill is None else fill
+    factors = torch.ones_like(key[..., :1]) if key_scale is None else key_scale.unsqueeze(-1)
+    factors = oracle_context(factors, table)
     context = keys.shape[1]
     if lens is not None:
         mask = oracle_visible(lens.expand(batch), steps, context)
@@ -223,6 +227,7 @@ def oracle_index(query, key, weights, mask=None, lens=None, table=None, *, spars
         for t in range(context):
             products = [max(float(query[b, s, n] @ keys[b, t]), 0.0) for n in range(heads)]
             score = scale * sum(float(weights[b, s, n]) * product for n, product in enumerate(products))
+            score *= float(factors[b, t, 0])
             if mask is not None:
                 said = mask[b, 0, s, t]
                 score = (score if said else hidden) if mask.dtype == torch.bool else score + float(said)

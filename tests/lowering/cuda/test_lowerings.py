@@ -1,61 +1,126 @@
-"""Which calls on a CUDA device are lowered to the Triton kernel, with the reason for those that are not.
+"""Which calls on a CUDA device are lowered to the Triton kernels, with the reason for those that are not.
 
 Tensors are fake: their device is known, and nothing runs."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import latent_attention, sparse_latent_attention
+from mla_fx.ops.emitted import latent_attention, lightning_index, mla_attention, sparse_latent_attention
 from mla_fx.target import first_of, modules_of_operators
 
 pytest.importorskip("triton")
 from mla_fx.lowering.cuda import split_keys
+
+KERNELS = "attention_over_split_keys", "index_scores_in_tiles"
+TOKENS, CHOSEN = 1, 32
+
+
+@pytest.fixture
+def fake():
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+        yield mode
 
 
 def modules():
     return {entry.name: module for entry, module in modules_of_operators("mla_fx.lowering.cuda")}
 
 
-def call(device="cuda", dtype=torch.bfloat16, tokens=1, rank=512):
-    with FakeTensorMode():
-        queries = (torch.empty(2, tokens, 16, width, dtype=dtype, device=device) for width in (rank, 64))
-        caches = (torch.empty(2, 64, width, dtype=dtype, device=device) for width in (rank, 64))
-        return latent_attention.Arguments(*queries, *caches, None, scale=0.1)
+def empty(*shape, dtype=torch.bfloat16, device="cuda"):
+    return torch.empty(*shape, dtype=dtype, device=device)
 
 
-REFUSED = {
-    "the kernel is for CUDA devices": {"device": "cpu"},
-    "the kernel is for caches of rows, and at most 32 bits": {"dtype": torch.float64},
-    "the kernel is for at most 512 columns of a latent": {"rank": 1024},
-    "the kernel is for at most 16 new tokens of a sequence": {"tokens": 17},
+def latent(tokens=TOKENS, rank=512, **kind):
+    operands = empty(2, tokens, 16, rank, **kind), empty(2, tokens, 16, 64, **kind)
+    return latent_attention.Arguments(*operands, *caches(rank, **kind), None, scale=0.1)
+
+
+def caches(rank=512, **kind):
+    return empty(2, 64, rank, **kind), empty(2, 64, 64, **kind)
+
+
+def plain(tokens=TOKENS, rank=512, absorbed=128, **kind):
+    operands = empty(2, tokens, 16, 128, **kind), empty(2, tokens, 16, 64, **kind), *caches(rank, **kind)
+    up = empty(16, 128, rank, **kind)
+    return mla_attention.Arguments(*operands, up, up, None, scale=0.1, max_absorbed_tokens=absorbed)
+
+
+def sparse(tokens=TOKENS, **kind):
+    a, indices = latent(tokens, **kind), empty(2, tokens, 1, CHOSEN, dtype=torch.int32)
+    return sparse_latent_attention.Arguments(*list(vars(a).values())[:4], indices, scale=0.1)
+
+
+def index(tokens=TOKENS, **kind):
+    operands = empty(2, tokens, 64, 128, **kind), empty(2, 64, 128, **kind), empty(2, tokens, 64, **kind)
+    return lightning_index.Arguments(*operands, sparse_count=CHOSEN)
+
+
+CALLS = {
+    "latent_attention": (latent, [1, 16]),
+    "latent_attention.with_lse": (latent, [1, 16]),
+    "mla_attention": (plain, [1, 16]),
+    "mla_attention.with_lse": (plain, [1, 16]),
+    "sparse_latent_attention": (sparse, [1, 64]),
+    "lightning_index": (index, [1, 64]),
 }
 
 
-@pytest.mark.parametrize("name", ["latent_attention", "latent_attention.with_lse"])
-def test_decoding_is_lowered_to_the_kernel(name):
-    for tokens in (1, 16):
-        assert modules()[name].lower(call(tokens=tokens)) is not None
-    for sentence, options in REFUSED.items():
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", split_keys.DTYPES, ids=str)
+def test_lowered_to_a_kernel(name, dtype, fake):
+    made, tokens = CALLS[name]
+    for count in tokens:
+        lowered = modules()[name].lower(made(count, dtype=dtype))
+        assert calls_of(lowered, made(count, dtype=dtype, device="cpu")) == 1
+
+
+def calls_of(lowered, a):
+    """How many kernels a traced lowering calls. PyTorch without CUDA cannot trace all of it on a CUDA device."""
+    tensors = {field: value for field, value in vars(a).items() if isinstance(value, torch.Tensor)}
+    graph = make_fx(lambda given: lowered(type(a)(**{**vars(a), **given})))(tensors).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return sum(kernel in target for kernel in KERNELS for target in targets)
+
+
+def test_every_lowering_is_tested():
+    assert set(modules()) == set(CALLS)
+
+
+LATENT = "latent_attention", "latent_attention.with_lse", "mla_attention", "mla_attention.with_lse"
+REFUSED = {
+    "the kernel is for CUDA devices": ({"device": "cpu"}, CALLS),
+    "at most 32 bits": ({"dtype": torch.float64}, CALLS),
+    "the kernel is for at most 512 columns of a latent": ({"rank": 1024}, LATENT),
+    "the kernel is for at most 16 new tokens of a sequence": ({"tokens": 17}, LATENT),
+    "the kernel is for absorbed queries": ({"absorbed": 0}, LATENT[2:]),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_refused(sentence, fake):
+    options, names = REFUSED[sentence]
+    for name in names:
         with pytest.raises(NoMatch, match=sentence):
-            modules()[name].lower(call(**options))
+            modules()[name].lower(CALLS[name][0](**options))
 
 
-def test_chosen_keys_are_gathered_by_the_kernel_in_prompts_too():
-    a = call(tokens=64)
-    with FakeTensorMode():
-        indices = torch.empty(2, 64, 1, 32, dtype=torch.int32, device="cuda")
-    chosen = sparse_latent_attention.Arguments(a.query, a.query_rope, a.kv_cache, a.kr_cache, indices, scale=0.1)
-    assert modules()["sparse_latent_attention"].lower(chosen) is not None
+def test_few_tokens_are_absorbed_if_their_number_is_a_symbol(fake):
+    """Both forms are traced, and the absorbed one is the kernel's."""
+    tokens = fake.shape_env.create_unbacked_symint()
+    torch._check(tokens >= 2)
+    lowered = modules()["mla_attention"].lower(plain(tokens))
+    assert lowered.__name__ == "chosen"
+    with pytest.raises(NoMatch, match="it chooses its form by the number of query tokens of each call"):
+        modules()["mla_attention.with_lse"].lower(plain(tokens))
 
 
-def test_other_calls_have_the_lowering_of_other_devices():
+def test_other_calls_have_the_lowering_of_other_devices(fake):
     lower = first_of(modules()["latent_attention"], lambda *given, **options: "other")
-    a = call(tokens=32)
-    given = a.query, a.query_rope, a.kv_cache, a.kr_cache, None
-    assert lower(*given, scale=0.1) == "other"
-    assert split_keys.MOST_TOKENS < 32
+    a = latent(tokens=32)
+    assert lower(a.query, a.query_rope, a.kv_cache, a.kr_cache, None, scale=0.1) == "other"
 
 
 def test_nothing_is_imported_without_a_device():

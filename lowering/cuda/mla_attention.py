@@ -1,0 +1,33 @@
+"""Lowers the absorbed form of mla_attention to split_keys. Prompts are PyTorch's own attention, as in `loops`."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted.mla_attention import Arguments, absorbed, is_absorbed, is_chosen_at_run_time
+
+from ..loops.mla_attention import at_run_time, check_forms, tiled
+from .split_keys import attend, check_served
+
+OPERATOR = "mla_attention"
+
+
+def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+    if is_chosen_at_run_time(a):
+        check_served(a.kv_cache, 1)  # few enough tokens to be absorbed
+        check_forms(a)
+        return chosen
+    if not is_absorbed(a):
+        raise NoMatch("the kernel is for absorbed queries")
+    check_served(a.kv_cache, a.q_nope.shape[1])
+    return absorbed_in_parts
+
+
+def absorbed_in_parts(a: Arguments) -> Tensor:
+    return absorbed(a, attend)
+
+
+def chosen(a: Arguments) -> Tensor:
+    """Both forms are traced."""
+    return at_run_time(a, tiled, absorbed_in_parts)
