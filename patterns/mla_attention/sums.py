@@ -24,6 +24,8 @@ def log_sum_exps(found: Attention) -> list[LogSumExp]:
             read.append(log_sum_exp(node, found))
         except NoMatch as miss:
             misses.append(miss)
-    if not read:
+    if misses and not read:
         raise misses[0]
+    if not read:
+        raise NoMatch("no logarithm of a sum is computed from the scores of this attention alone", found.node)
     return read

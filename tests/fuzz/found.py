@@ -136,6 +136,9 @@ FOUND = {
     "a subtraction of integers in the judge's second reference": (
         Mutant("blind row (decomposed)", (("rows_from_the_end", "index_put_1", 1, 8),)),
     ),
+    "logarithms of sums of another softmax's scores": (
+        Mutant("halves, even (bfloat16)", (("operand", "_softmax_1", 0, "add_4"),)),
+    ),
     "fills within fills": (Mutant("plain", (("nested", "_softmax", 0, 24, 0.01, "where"),)),),
     "twenty steps of a code, where all codes are open and the largest would wrap around": (
         Mutant(

@@ -33,6 +33,7 @@ def main(place, *imported):
         try:
             requests.send(exit_code(*requests.recv()))
         except EOFError:
+            gc.unfreeze()  # Triton complains of what is left when Python ends
             return
 
 
