@@ -18,6 +18,7 @@ from mla_fx.readings.calls import named_argument
 from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import Element, element_of, is_parameter, resolve
 from mla_fx.readings.fractals import element_of_rows, sizes_of_rows
+from mla_fx.readings.gathered import own_part
 from mla_fx.readings.reading import Reading
 from mla_fx.readings.unproved import EQUAL, unproved
 from mla_fx.readings.views import fresh_index, seams
@@ -255,8 +256,9 @@ class CallPattern:
 
     def at(self, call: Node, nearest: NearestMiss) -> Iterator[Match]:
         """Yield every way in which the operands of a call, by their names in its schema, satisfy their patterns. The
-        call itself is bound as `call`."""
-        arguments = {name: value for name in self.operands if isinstance(value := named_argument(call, name), Node)}
+        call itself is bound as `call`. An operand that a group of processes gathers is the part of this process."""
+        given = ((name, named_argument(call, name)) for name in self.operands)
+        arguments = {name: own_part(value) for name, value in given if isinstance(value, Node)}
         for name, operand in self.operands.items():
             if name not in arguments and not operand.is_optional:
                 return nearest.fail(Match(), NoMatch(f"{name_of(call)} is called without {name}", call))

@@ -13,7 +13,7 @@ from mla_fx.rule import Match, NoMatch, behind, either, stored
 from mla_fx.rule.caches import CacheRoles, CacheUpdate, cache_roles, check_same_write, new_cache, positions_and_caches
 from mla_fx.rule.indices import product
 from mla_fx.rule.operands import Call
-from mla_fx.rule.readings import element_of, named_argument, shape_of
+from mla_fx.rule.readings import element_of, named_argument, own_part, shape_of
 
 from .calls import CacheOperands, call
 from .dataflow import KV_LATENT, over
@@ -46,7 +46,7 @@ class Plain(Prolog):
 
 def _is_fused(anchor: Node) -> bool:
     """Whether an operator has computed the query already."""
-    return element_of(named_argument(anchor, "query")).origin.target is operator.getitem
+    return element_of(own_part(named_argument(anchor, "query"))).origin.target is operator.getitem
 
 
 def _caches(match: Match, *, may_be_nz: bool) -> Caches:

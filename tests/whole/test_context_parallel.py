@@ -11,7 +11,7 @@ from lib.zoo.servers import _dense
 from lib.zoo.sizes import SMALL
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-FUSED = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}  # queries are gathered between a prolog and attention
+FUSED = {"mla_prolog": 1, "latent_attention": 1}
 LENGTH = 16
 STEPS = (3, 1, 2, 1, 5)  # tokens; the first context is shorter than a group of four
 
