@@ -19,6 +19,9 @@ from mla_fx.driver.report_log import listening
 
 TARGETS = ("reference", "inductor")
 WHOLE, BUT_QUERY, ATTENTION, UNFUSED = "whole", "all but the query", "attention only", "unfused"
+DENSE = "latent_attention", "mla_attention"
+SPARSE = "sparse_latent_attention", "sparse_mla_attention"
+BESIDE = {"sparse": SPARSE, "indexer": ("lightning_index",)}
 NOT_IN_PLACE = "does not write its caches in place"
 NOT_LOWERED = (" becomes its body: ", " stays a call: ")
 # Otherwise Dynamo traces twice, to the same graph, and caching fake tensors with symbols costs more than it saves.
@@ -42,13 +45,14 @@ class Outcome:
         return any(name in self.fused for name in ("mla_prolog", "kv_rmsnorm_rope_cache"))
 
     def __str__(self) -> str:
-        """How much of each attention was fused."""
+        """How much of each attention was fused, and what of a choice of keys."""
         whole, keys = (self.fused.get(name, 0) for name in ("mla_prolog", "kv_rmsnorm_rope_cache"))
-        attentions = sum(self.fused.get(name, 0) for name in ("latent_attention", "mla_attention"))
+        attentions = sum(self.fused.get(name, 0) for name in (*DENSE, *SPARSE))
         rest = attentions - whole - keys
         counts = {WHOLE: whole, BUT_QUERY: keys, ATTENTION: rest, UNFUSED: self.unfused}
         parts = (words if count == 1 else f"{count} {words}" for words, count in counts.items() if count)
-        return ", ".join(parts) or UNFUSED
+        beside = (f" + {word}" for word, names in BESIDE.items() if any(self.fused.get(name) for name in names))
+        return (", ".join(parts) or UNFUSED) + "".join(beside)
 
 
 def outcomes(
