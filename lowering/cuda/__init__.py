@@ -1,4 +1,4 @@
-"""Kernels for CUDA devices, in Triton, which comes with PyTorch for CUDA.
+"""Kernels for CUDA devices of NVIDIA, in Triton, which comes with PyTorch for CUDA.
 
 A file that lowers an operator names it, `OPERATOR`, and has a function `lower(a)`, as in `loops`. Where it raises
 NoMatch, the lowering of that folder is used. With a device and Triton, all files are imported at once: they declare the
@@ -14,7 +14,8 @@ import torch
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Lowering, first_of, modules_of_operators
 
-HAS_KERNELS = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+IS_NVIDIA = torch.cuda.is_available() and torch.version.hip is None  # PyTorch calls AMD's devices "cuda", too
+HAS_KERNELS = IS_NVIDIA and importlib.util.find_spec("triton") is not None
 LOWERINGS = {entry.overload: module for entry, module in modules_of_operators(__name__)} if HAS_KERNELS else {}
 
 
