@@ -38,7 +38,19 @@ def biased(q, k, w):
     return in_order(q, k, w) + k.sum(-1).unsqueeze(1)
 
 
+def with_scales(q, k, w):
+    """Coded keys: their scales multiply the sums, before a mask."""
+    scales = k.norm(dim=-1).unsqueeze(1) * -2.0
+    return (heads_first(q, k, w) * scales).masked_fill(torch.ones(S, T).tril(8) == 0, -torch.inf)
+
+
+def with_scales_of_sequences(q, k, w):
+    return k.norm(dim=(1, 2)).view(B, 1, 1) * in_order(q, k, w)
+
+
+SCALED = with_scales, with_scales_of_sequences
 FACTORS = {in_order: 1.0, heads_first: 1.0, clamped: 1.0, above_zero: 1.0, scaled: -0.125, masked: 1.0, biased: 1.0}
+FACTORS |= {with_scales: -2.0, with_scales_of_sequences: 1.0}
 
 
 def without_relu(q, k, w):
@@ -85,6 +97,27 @@ def twice(q, k, w):
     return in_order(q, k, w) + in_order(q, k.roll(1, 1), w)
 
 
+def with_scales_of_tokens(q, k, w):
+    return in_order(q, k, w) * (q.norm(dim=(2, 3)).unsqueeze(-1) + k.norm(dim=-1).unsqueeze(1))
+
+
+def divided(q, k, w):
+    return in_order(q, k, w) / k.norm(dim=-1).unsqueeze(1)
+
+
+def scaled_inside(q, k, w):
+    """Where weights are the second factor, relu is of a product and a scale that may be negative."""
+    return (w.unsqueeze(-2) @ ((q @ k.mT.unsqueeze(1)) * k.sum(-1)[:, None, None]).relu()).squeeze(-2)
+
+
+def scaled_after_a_mask(q, k, w):
+    return masked(q, k, w) * k.norm(dim=-1).unsqueeze(1)
+
+
+def of_two_sums(q, k, w):
+    return in_order(q, k, w) * in_order(q, k.roll(1, 1), w)
+
+
 EXPECTED = "expected a sum over heads of weights times relu"
 REFUSED = {
     without_relu: EXPECTED,
@@ -98,6 +131,11 @@ REFUSED = {
     of_keys_alone: "the index scores are no product of a query and a key",
     squared: EXPECTED,
     twice: "the index scores are 2 products",
+    with_scales_of_tokens: "the index scores are multiplied by numbers that are no scales of keys",
+    of_two_sums: "the index scores are multiplied by numbers that are no scales of keys",
+    divided: EXPECTED,
+    scaled_inside: "relu is of mul, expected a product of query and key",
+    scaled_after_a_mask: EXPECTED,
 }
 
 
@@ -114,7 +152,8 @@ def test_scores_are_read(scores_of):
     assert found.factor == FACTORS[scores_of]
     operands = found.query, found.key, found.weights
     assert [operand.origin for operand in operands] == node.graph.find_nodes(op="placeholder")
-    assert len(found.masks) == (scores_of in (masked, biased))
+    assert len(found.masks) == (scores_of in (masked, biased, with_scales))
+    assert (found.key_scale is not None) == (scores_of in SCALED)
     assert has_index_scores(node)
 
 
