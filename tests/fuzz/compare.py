@@ -116,6 +116,8 @@ def _farther(exact: Any, eager: Any, found: Any) -> str:
     ours = float((found - exact).abs().max())
     if ours <= TIMES * theirs + ROUNDINGS * limits.eps * largest + limits.tiny:
         return ""
+    if largest == 0:
+        return f"is {ours:.2g} where it was zero"
     return f"is {ours / largest:.2g} off where it was {theirs / largest:.2g}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import caches, heads, indexers, keys, masks, pages, parts, projections, quantised, rotations
 from .plain import Layer, Sizes
 
@@ -12,6 +14,7 @@ LEVEL = Sizes(batch=4, tokens=4, context=4, heads=4, hidden=4, q_rank=4, rank=4,
 LONG = Sizes(context=16, start=10)  # of four times as many keys as are chosen
 LONG_EVEN = Sizes(batch=3, tokens=3, context=16, heads=4, hidden=8, q_rank=8, rank=8, nope=4, rope=4, value=4)
 FOUR = Sizes(batch=4, tokens=4, context=16, heads=4, hidden=4, q_rank=4, rank=4, nope=4, rope=4, value=4)
+FOUR_LATE = replace(FOUR, start=10)  # both halves of the context are seen
 TURNS = Sizes(rope=12)
 SINGLE = Sizes(batch=3, tokens=1)
 SQUARE = Sizes(tokens=4, context=4, heads=4, rank=4, start=0)
@@ -115,7 +118,7 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "scaled apart": (projections.ScaledApart, LEVEL),
     "halves": (parts.Halves, S),
     "halves, even": (parts.Halves, EVEN),
-    "halves, level": (parts.Halves, FOUR),
+    "halves, level": (parts.Halves, FOUR_LATE),
     "shards": (parts.Shards, EVEN),
     "shards, one token": (parts.Shards, SINGLE),
     "new tokens apart": (parts.NewTokens, S),
@@ -123,7 +126,7 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "tail": (parts.Tail, S),
     "tail, even": (parts.Tail, EVEN),
     "expanded halves": (parts.ExpandedHalves, S),
-    "expanded halves, level": (parts.ExpandedHalves, FOUR),
+    "expanded halves, level": (parts.ExpandedHalves, FOUR_LATE),
     "expanded tail": (parts.ExpandedTail, EVEN),
     "quantised": (quantised.Quantised, S),
     "dequantised": (quantised.Dequantised, EVEN),
