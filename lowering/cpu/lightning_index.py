@@ -45,16 +45,13 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
         return lightning_index.body(a)
     if a.block_table is not None:
         lightning_index.check(a)  # the kernel reads what the table names
-    return by_rows(a, index_scores, AT_ONCE)
+    return by_rows(a, index_scores_into, AT_ONCE)
 
 
-def index_scores(a: Arguments) -> Tensor:
-    """[B, S, T] in float32; lengths are a mask."""
+def index_scores_into(a: Arguments, out: Tensor) -> None:
+    """Store scores [B, S, T] in float32; lengths are a mask."""
     batch, steps, heads, width = a.query.shape
     context = context_of(a.key, a.block_table)
-    out = a.query.new_empty(batch, steps, context, dtype=torch.float32)
-    if out.numel() == 0:
-        return out
     query, key, weights, table, mask = of_index(a)
     held = query, key, weights, table, mask, out  # until the kernel has run
     call = CALL.pack(
@@ -66,7 +63,6 @@ def index_scores(a: Arguments) -> Tensor:
         -torch.inf if a.fill is None else a.fill,
     )
     _library().index_scores(call, DTYPES[query.dtype])
-    return out
 
 
 in_rows = define_lean_on(Arguments, "index_scores_in_rows", run, lightning_index.fake, returns=("indices", "values"))

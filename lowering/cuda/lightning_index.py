@@ -20,7 +20,7 @@ from mla_fx.ops.emitted.kernel_operands import of_index, strides
 from mla_fx.ops.emitted.lightning_index import Arguments, by_rows
 from mla_fx.ops.emitted.pages import context_of
 
-from .split_keys import DTYPES, FEWEST
+from .split_keys import DTYPES, columns_of, places_of_keys
 
 OPERATOR = "lightning_index"
 KEYS = 64  # of a program, and
@@ -44,12 +44,7 @@ def score_keys(  # type: ignore[no-untyped-def]
     b, s = token // S, token % S
     t = tl.program_id(0) % tiles * KEYS + tl.arange(0, KEYS)
     is_key = t < T
-    place, within, is_page = b, t, is_key
-    if HAS_TABLE:
-        place = tl.load(table + b * table_b + t // page, mask=is_key, other=0).to(tl.int64)
-        place = tl.where(place < 0, place + pages, place)
-        within = t % page
-        is_page = is_key & (place >= 0) & (place < pages)
+    place, within, is_page = places_of_keys(table, t, is_key, b, table_b, page, pages, HAS_TABLE)
     column = tl.arange(0, COLUMNS)
     is_column = (column < D)[None, :]
     keys_at = key + (place * key_page + within * key_row)[:, None] + column[None, :]
@@ -83,16 +78,13 @@ def lower(a: Arguments) -> Callable[[Arguments], Any]:
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same as lightning_index."""
-    return by_rows(a, index_scores, AT_ONCE)
+    return by_rows(a, index_scores_into, AT_ONCE)
 
 
-def index_scores(a: Arguments) -> Tensor:
-    """[B, S, T] in float32; lengths are a mask."""
+def index_scores_into(a: Arguments, out: Tensor) -> None:
+    """Store scores [B, S, T] in float32; lengths are a mask."""
     batch, steps, heads, width = a.query.shape
     context = context_of(a.key, a.block_table)
-    out = a.query.new_empty(batch, steps, context, dtype=torch.float32)
-    if out.numel() == 0:
-        return out
     *operands, mask = of_index(a)
     given = *operands, None if mask is None else mask.squeeze(2)
     held = [a.query if value is None else value for value in given]  # where there is none, the query is not read
@@ -102,8 +94,8 @@ def index_scores(a: Arguments) -> Tensor:
         *(stride for value, count in zip(given, STRIDES, strict=True) for stride in strides(value, count)),
         *(steps, heads, context, a.key.shape[1], a.key.shape[0], -torch.inf if a.fill is None else a.fill),
         D=width,
-        COLUMNS=max(FEWEST, triton.next_power_of_2(width)),
-        HEADS=min(HEADS, max(FEWEST, triton.next_power_of_2(heads))),
+        COLUMNS=columns_of(width),
+        HEADS=min(HEADS, columns_of(heads)),
         KEYS=KEYS,
         HAS_TABLE=a.block_table is not None,
         HAS_MASK=mask is not None,
@@ -111,7 +103,6 @@ def index_scores(a: Arguments) -> Tensor:
         PRECISION="ieee",
         num_warps=WARPS,
     )
-    return out
 
 
 in_tiles = define_lean_on(

@@ -32,6 +32,20 @@ STRIDES = 3, 3, 2, 2, 1, 1, 4  # of each operand, in the order of the kernel
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # as is the function: Triton gives types
+def places_of_keys(  # type: ignore[no-untyped-def]
+    table, t, is_key, b, table_b, page, pages, HAS_TABLE: tl.constexpr
+):  # fmt: skip
+    """The page of each key t of sequence b, its row there, and whether the table names one of the pages."""
+    place, within, is_page = b, t, is_key
+    if HAS_TABLE:
+        place = tl.load(table + b * table_b + t // page, mask=is_key, other=0).to(tl.int64)
+        place = tl.where(place < 0, place + pages, place)
+        within = t % page
+        is_page = is_key & (place >= 0) & (place < pages)
+    return place, within, is_page
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def attend_to_part(  # type: ignore[no-untyped-def]
     query, query_rope, kv_cache, kr_cache, table, lengths, mask, outs, lses,
     query_b, query_s, query_n, rope_b, rope_s, rope_n, kv_page, kv_row, kr_page, kr_row,
@@ -72,12 +86,7 @@ def attend_to_part(  # type: ignore[no-untyped-def]
     for start in range(first, last, KEYS):
         t = start + tl.arange(0, KEYS)
         is_key = t < last
-        place, within, is_page = b, t, is_key
-        if HAS_TABLE:
-            place = tl.load(table + b * table_b + t // page, mask=is_key, other=0).to(tl.int64)
-            place = tl.where(place < 0, place + pages, place)
-            within = t % page
-            is_page = is_key & (place >= 0) & (place < pages)
+        place, within, is_page = places_of_keys(table, t, is_key, b, table_b, page, pages, HAS_TABLE)
         latents_at = kv_cache + (place * kv_page + within * kv_row)[:, None] + column[None, :]
         latent = tl.load(latents_at, mask=is_page[:, None] & is_column[None, :], other=0.0)
         latent = latent.to(given.dtype)
@@ -173,7 +182,7 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
         num_warps=WARPS,
     )
     sinks = lses if a.sinks is None else a.sinks.contiguous()
-    powers = _columns(rank), triton.next_power_of_2(parts)
+    powers = columns_of(rank), triton.next_power_of_2(parts)
     join_parts[(batch * rows,)](outs, lses, sinks, out, lse, heads, parts, rank, *powers, a.sinks is not None)
     return out, lse
 
@@ -199,8 +208,8 @@ def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:
     return {
         "R": rank,
         "DR": rotary,
-        "COLUMNS": _columns(rank),
-        "ROTARY": 0 if rotary == 0 else _columns(rotary),
+        "COLUMNS": columns_of(rank),
+        "ROTARY": 0 if rotary == 0 else columns_of(rotary),
         "ROWS": ROWS,
         "KEYS": KEYS,
         "HAS_TABLE": table is not None,
@@ -212,7 +221,7 @@ def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:
     }
 
 
-def _columns(count: int) -> int:
+def columns_of(count: int) -> int:
     """The columns that a product in Triton has for so many."""
     return max(FEWEST, int(triton.next_power_of_2(count)))
 

@@ -82,7 +82,7 @@ def has_index_scores(topk: Node) -> bool:
         sums, _ = _sums(scores, fresh_index(scores))
     except NoMatch:
         return False
-    return any(_of_relu(side) is not None for each, _ in sums for side in (each.left, each.right))
+    return any(_has_relu(found) for found, _ in sums)
 
 
 def _sums(scores: Node, index: tuple[Index, ...]) -> tuple[tuple[Scaled, ...], tuple[Mask, ...]]:
@@ -112,7 +112,11 @@ def _weighted_relu(element: Element) -> Contraction | None:
         found = contraction(element)
     except NoMatch:
         return None
-    return found if any(_of_relu(side) is not None for side in (found.left, found.right)) else None
+    return found if _has_relu(found) else None
+
+
+def _has_relu(found: Contraction) -> bool:
+    return any(_of_relu(side) is not None for side in (found.left, found.right))
 
 
 def _weighed(found: Contraction) -> tuple[float, Element, Contraction]:

@@ -34,6 +34,11 @@ def doubled(a):
     return replace(a, **{name: value.double() for name, value in tensors.items() if value.is_floating_point()})
 
 
+def interpretable(a):
+    """Triton's interpreter multiplies no bfloat16. With a query of float32, a kernel multiplies that."""
+    return replace(a, query=a.query.float()) if a.query.dtype == torch.bfloat16 else a
+
+
 def error(found, exact):
     return float((found.double() - exact).norm() / exact.norm())
 

@@ -35,6 +35,7 @@ class Arguments:
 
 
 Compute = Callable[[Arguments], tuple[Tensor, Tensor]]
+Store = Callable[[Arguments, Tensor], None]
 
 
 def body(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -85,19 +86,21 @@ def in_parts(a: Arguments, rows: Iterable[tuple[int, int]], compute: Compute) ->
     return results
 
 
-def by_rows(a: Arguments, scores_of: Callable[[Arguments], Tensor], at_once: int) -> tuple[Tensor, Tensor]:
-    """The same from scores [B, S, T], at most `at_once` of them, for some query rows at a time."""
+def by_rows(a: Arguments, store: Store, at_once: int) -> tuple[Tensor, Tensor]:
+    """The same for some query rows at a time: a kernel stores scores [B, S, T], at most `at_once` of them."""
     batch, steps = a.query.shape[:2]
     many = max(1, at_once // max(1, batch * context_of(a.key, a.block_table)))
     rows = ((first, first + many) for first in range(0, max(1, steps), many))
-    return in_parts(a, rows, lambda part: chosen(_of_kernel(part, scores_of), part))
+    return in_parts(a, rows, lambda part: chosen(_of_kernel(part, store), part))
 
 
-def _of_kernel(a: Arguments, scores_of: Callable[[Arguments], Tensor]) -> Tensor:
+def _of_kernel(a: Arguments, store: Store) -> Tensor:
     """[B, S, 1, T] from a kernel that knows no scales of keys."""
-    if a.key_scale is None:
-        return scores_of(a).unsqueeze(2)
-    return _finished(scores_of(replace(a, mask=None, fill=None, key_scale=None)).unsqueeze(2), a)
+    is_finished, sizes = a.key_scale is None, (*a.query.shape[:2], context_of(a.key, a.block_table))
+    out = a.query.new_empty(sizes, dtype=torch.float32)
+    if out.numel() > 0:
+        store(a if is_finished else replace(a, mask=None, fill=None, key_scale=None), out)
+    return out.unsqueeze(2) if is_finished else _finished(out.unsqueeze(2), a)
 
 
 def scores(a: Arguments) -> Tensor:

@@ -1,12 +1,11 @@
 """The Triton kernel for the choice of keys, under Triton's interpreter."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 from lib.index_calls import CALLS, call, check, check_not_a_number, check_rows_in_parts
-from lib.kernels import draw
+from lib.kernels import draw, interpretable
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import lightning_index
@@ -20,8 +19,7 @@ DRAWS = 60
 
 
 def run(a):
-    """The interpreter multiplies no bfloat16. With a query of float32, the kernel multiplies that."""
-    return lowering.run(replace(a, query=a.query.float()) if a.query.dtype == torch.bfloat16 else a)
+    return lowering.run(interpretable(a))
 
 
 @pytest.mark.parametrize("name", CALLS)

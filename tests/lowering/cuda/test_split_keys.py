@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 from lib import latent_calls
-from lib.kernels import draw
+from lib.kernels import draw, interpretable
 from lib.latent_calls import (
     DTYPES,
     POOL,
@@ -31,8 +31,7 @@ DRAWS = 100
 
 
 def run(a):
-    """The interpreter multiplies no bfloat16. With a query of float32, the kernel multiplies that."""
-    return kernel.run(replace(a, query=a.query.float()) if a.query.dtype == torch.bfloat16 else a)
+    return kernel.run(interpretable(a))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
