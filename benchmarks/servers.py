@@ -35,6 +35,7 @@ STYLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "DraftsScattered": lambda: servers.drafts(*BATCHED[:2]),
     "DraftsFlat": lambda: servers.drafts(*BATCHED[:2]),
     "DraftsExpanded": lambda: servers.drafts(*BATCHED[:2]),
+    "Window": lambda: servers.drafts(*BATCHED[:2]),
     "PagedDrafts": lambda: servers.paged_drafts(*BATCHED),
     "PagedDraftsBatched": lambda: servers.paged_drafts_batched(*BATCHED),
     "PagedDraftsDivided": lambda: servers.paged_drafts(*BATCHED),
@@ -45,6 +46,7 @@ STYLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "OneSequence": lambda: servers.one_sequence(5),
     "ChunkedPrompt": lambda: parts.chunked_prompt(3, 64, 8),
     "SharedPrefix": lambda: parts.shared_prefix(*BATCHED),
+    "MixedBatch": lambda: parts.mixed_batch(3, 64, 8),
     "Shards": lambda: servers.drafts(*BATCHED[:2]),
 }
 TOLERANCE = 0.03  # of the largest number, in bfloat16

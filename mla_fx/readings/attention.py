@@ -93,6 +93,8 @@ class Attention(Reading):
     sink: Element | float | None = None
     logits: Element | None = None
     """What the softmax is of, if that is a value of the graph."""
+    zeroes: bool = False
+    """Rows whose scores are all minus infinity give zeros, and not NaN."""
 
     @property
     def scope(self) -> Iterator[Index]:
@@ -143,8 +145,8 @@ def attention(node: Node) -> Attention:
             how = "expected latents that are dequantised: codes times scales"
             raise NoMatch(f"scores of codes are multiplied by scales, {how}", mask.element.origin)
     sink = None if found.sink is None else _sink(found.sink)
-    factor = weighted.factor
-    return _unpadded(Attention(output, index, scores, masks, None, value, factor, keys, sink=sink, logits=found.logits))
+    part = Attention(output, index, scores, masks, None, value, weighted.factor, keys)
+    return _unpadded(replace(part, sink=sink, logits=found.logits, zeroes=found.zeroes))
 
 
 def _softmax_times_values(output: Node, node: Node) -> tuple[tuple[Index, ...], Contraction, Softmax]:
@@ -352,7 +354,7 @@ def _fused(node: Node) -> Attention:
     masks = () if mask is None else (_given_mask(mask, (*batch, row, keys)),)
     causal = Causal(node, row) if option("is_causal", False) else None
     factor, values = operand(value, (*value_batch, keys, column)).apart()
-    return _unpadded(Attention(output, index, (score,), masks, causal, values, factor, keys))
+    return _unpadded(Attention(output, index, (score,), masks, causal, values, factor, keys, zeroes=True))
 
 
 def _shared(node: Node, name: str, given: Node, batch: list[Index]) -> list[Index]:

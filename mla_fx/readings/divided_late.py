@@ -12,7 +12,16 @@ from .calls import CASTS, args_of
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, summed
 from .element import Element, computed_with, operand
-from .softmax import EXPONENTIALS, MASKED_FILL, Softmax, exponential, exponentiated, guarded
+from .softmax import (
+    EXPONENTIALS,
+    MASKED_FILL,
+    Softmax,
+    exponent,
+    exponential,
+    exponentiated,
+    guarded,
+    is_peak_guarded,
+)
 from .views import MOVERS, fresh_index
 
 aten = torch.ops.aten
@@ -45,15 +54,17 @@ def divided_late(quotient: Node, exp: Node) -> tuple[tuple[Index, ...], Contract
     """Where the quotient is read, the product with the values, and the softmax. Raises NoMatch if there is none."""
     index = fresh_index(quotient)
     numerator, divisor = (operand(value, index) for value in args_of(quotient)[:2])
+    total = _unguarded(divisor)
     weighted = contraction(numerator)
     weights = weighted.left if weighted.left.origin is exp else weighted.right
-    summand, over = summed(_unguarded(divisor))
+    summand, over = summed(total)
     keys = weighted.over[0].axis if len(weighted.over) == 1 else None
     if weights.origin is not exp or keys is None or len(over) != 1 or over[0].axis is None:
         raise NoMatch("the exponentials are not summed over the keys alone", quotient)
     if over[0].axis.size != keys.size or summand.renamed({over[0].axis: weighted.over[0]}).index != weights.index:
         raise NoMatch("the values are divided by the sum of other exponentials", quotient)
-    return index, weighted, Softmax(exponentiated(exp, weights.index, keys), keys)
+    zeroes = total != divisor and is_peak_guarded(exponent(exp, weights.index))
+    return index, weighted, Softmax(exponentiated(exp, weights.index, keys), keys, zeroes=zeroes)
 
 
 def _unguarded(total: Element) -> Element:

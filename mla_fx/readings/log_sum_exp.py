@@ -33,6 +33,8 @@ class LogSumExp(Reading):
 
     index: tuple[Index, ...]
     unit: float
+    is_nan: bool = False
+    """Rows of minus infinity give NaN, and not minus infinity."""
 
     @property
     def constants(self) -> tuple[float, ...]:
@@ -83,7 +85,7 @@ def log_sum_exp(node: Node, attention: Attention) -> LogSumExp:
         raise NoMatch(f"the logarithm is of the sum for {factors}", node)
     if logits != attention.logits:
         raise NoMatch(OTHER_SCORES, node)
-    return LogSumExp(node, renamed(index, names), unit)
+    return LogSumExp(node, renamed(index, names), unit, found.is_nan)
 
 
 def _names(found: LogOfSum, index: tuple[Index, ...], attention: Attention, logits: Element) -> dict[Axis, Index]:

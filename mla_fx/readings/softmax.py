@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,11 +41,13 @@ NAN_REPLACED = (
 
 @dataclass(frozen=True)
 class Softmax:
-    """Probabilities along `axis` of `logits`; `sink` is the logit of one more column, whose probability is not read."""
+    """Probabilities along `axis` of `logits`; `sink` is the logit of one more column, whose probability is not read.
+    Rows of minus infinity give zeros if `zeroes`, else NaN."""
 
     logits: Element
     axis: Axis
     sink: Element | None = None
+    zeroes: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def softmax(element: Element) -> Softmax:
             raise NoMatch(f"dimension {given} does not exist: there are {len(index)}", node)
         dim = given % len(index)
         columns = _columns(index, dim, node)
-        return columns.of(operand(value, _along(index, dim, columns.whole)))
+        found = columns.of(operand(value, _along(index, dim, columns.whole)))
+        return replace(found, zeroes=node.target is aten._safe_softmax.default)
     if node.target is aten.where.self:
         return _guarded(element)
     if node.target is aten.div.Tensor and (exp := exponential(args_of(node)[0])) is not None:
@@ -185,11 +188,13 @@ def _difference(raised: Element, axis: Axis) -> Element | None:
 
 @dataclass(frozen=True)
 class LogOfSum:
-    """The logarithm of the sum over `keys` of the exponentials of `logits`. `others` were added to it."""
+    """The logarithm of the sum over `keys` of the exponentials of `logits`. `others` were added to it. Rows of minus
+    infinity give NaN if `is_nan`, else minus infinity."""
 
     logits: Element
     keys: Axis
     others: tuple[Element, ...]
+    is_nan: bool = False
 
 
 def log_of_sum(terms: Sequence[Element], node: Node) -> LogOfSum:
@@ -212,11 +217,13 @@ def log_of_sum(terms: Sequence[Element], node: Node) -> LogOfSum:
     keys = _one(over, node)
     if exponentials.node.target not in EXPONENTIALS:
         raise NoMatch(f"expected a sum of exponentials, found one of {name_of(exponentials.origin)}", node)
-    logits = less_peak(exponent(exponentials.node, exponentials.index), keys)
+    raised = exponent(exponentials.node, exponentials.index)
+    logits = less_peak(raised, keys)
     peaks = [] if logits is None else [term for term in others if is_peak(term, logits, keys)]
     if logits is None or len(peaks) != 1:
         raise NoMatch("the value beside the logarithm is not the maximum of the scores", node)
-    return LogOfSum(logits, keys, tuple(term for term in others if term not in peaks))
+    left = tuple(term for term in others if term not in peaks)
+    return LogOfSum(logits, keys, left, is_nan=not is_peak_guarded(raised))
 
 
 def _one(over: tuple[Index, ...], node: Node) -> Axis:
@@ -281,6 +288,15 @@ def _unguarded(peak: Element) -> Element:
     return kept.times(peak.factor) if _tests_for_infinity(tested, kept) else peak
 
 
+def is_peak_guarded(raised: Element) -> bool:
+    """Whether the maximum that was subtracted is a number in rows of minus infinity, too."""
+    node = raised.origin
+    if node.target is not aten.sub.Tensor:
+        return False
+    peak = operand(args_of(node)[1], raised.index)
+    return _unguarded(peak) != peak
+
+
 def guarded(node: Node) -> tuple[Node, float | None, Node] | None:
     """The condition, the number where it holds, and the value where it does not, of `where` and `masked_fill`."""
     if node.target is aten.where.self:
@@ -322,7 +338,7 @@ def _guarded(element: Element) -> Softmax:
     is_guard = _tests_for_masked_rows(operand(condition, element.index), found.logits, found.axis)
     if found.sink is not None or not is_guard:
         raise NoMatch("the attention probabilities are masked after the softmax", element.node)
-    return found
+    return replace(found, zeroes=True)
 
 
 def _tests_for_masked_rows(condition: Element, logits: Element, axis: Axis) -> bool:

@@ -93,7 +93,7 @@ from mla_fx.rule.readings import (
 
 from . import cases
 from .factors import attention_factors
-from .sums import log_sum_exps
+from .sums import log_sum_exps, nan_where_blind
 
 aten, fused = torch.ops.aten, torch.ops.mla_fx
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache", "b t c"), var("weight_uk", "n e c"), var("weight_uv", "n v c")
@@ -212,7 +212,11 @@ class MlaAttention(Rule):
         else:
             query = made("query", "b s n c") if keys == "absorbed" else Inlined(absorb_query, query_and_weight())
             call = Call(getattr(fused.latent_attention, form), query, *context, *masks, scale=scale, **options)
+        sums = Call(operator.getitem, call, 1)
         out: Expression = Call(operator.getitem, call, 0) if lses else call
+        hides = not all(mask is None for mask in masks[:2])
+        if lses and hides and not found.zeroes:
+            out = Inlined(nan_where_blind, (out, sums))
         if keys == "absorbed" and values == "expanded":
             out = Inlined(expand_output, (out, made("weight_uv", "n v c")))
         out = scaled(out, "weight_uv", "1 1 n v")
@@ -224,10 +228,10 @@ class MlaAttention(Rule):
         exact = _rounded_once(match, dtype)
         if not lses:
             return Plan(new, exact=exact)
-        sums = Call(operator.getitem, call, 1)
 
         def logarithm(lse: LogSumExp) -> Replacement:
-            return replacing(lse.node, lse.index, result(times(sums, 1 / lse.unit), match.dims("b s n")))
+            known = Inlined(nan_where_blind, (sums, sums)) if hides and lse.is_nan else sums
+            return replacing(lse.node, lse.index, result(times(known, 1 / lse.unit), match.dims("b s n")))
 
         return Plan(new, *map(logarithm, lses), exact=exact)
 

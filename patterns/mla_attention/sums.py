@@ -6,9 +6,15 @@ Code that attends to parts of a context, and merges the results, has this value:
 prompt, flash decoding. Spellings: `logsumexp`, or the largest score plus the logarithm of a sum. It must be of the
 very scores that the softmax is of, with their factor and masks: any other stays as it is, and the attention fuses
 alone. What the program does with it later, as to scale it to base 2, stays as well.
+
+Rows that see no key give zeros and minus infinity. Where the program has NaN there, so has the rewritten graph: merges
+of parts drop such rows or not.
 """
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 from mla_fx.rule import NoMatch
 from mla_fx.rule.readings import Attention, LogSumExp, log_sum_exp, logarithms
@@ -29,3 +35,9 @@ def log_sum_exps(found: Attention) -> list[LogSumExp]:
     if not read:
         raise NoMatch("no logarithm of a sum is computed from the scores of this attention alone", found.node)
     return read
+
+
+def nan_where_blind(value: Tensor, lse: Tensor) -> Tensor:
+    """[B,S,N] or [B,S,N,C], and the logarithms [B,S,N] of sums: NaN for rows that see no key."""
+    blind = lse == -torch.inf
+    return torch.where(blind if value.dim() == 3 else blind.unsqueeze(-1), torch.nan, value)

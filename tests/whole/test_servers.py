@@ -28,10 +28,15 @@ SPELLINGS = {
     servers.TokensOfPositions: ([servers.tokens_of_positions(*sizes) for sizes in UNLIKE], ALL),
     servers.VarlenPrefill: ([servers.prefill(*lens) for lens in PROMPTS], EXPANDED),
     servers.VarlenSliced: ([servers.prefill(*lens) for lens in PROMPTS], EXPANDED),
+    servers.Window: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], ALL),
     servers.DraftsExpanded: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], BUT_QUERY),
     servers.PagedDraftsDivided: ([servers.paged_drafts(*sizes) for sizes in UNLIKE], ALL),
     servers.VarlenPaged: ([servers.paged(*lines) for lines in PAGED], {**KEY_SIDE, "latent_attention": 3}),
     parts.ChunkedPrompt: ([parts.chunked_prompt(*sizes) for sizes in ((3, 5, 6), (4, 7, 8))], {"mla_attention": 5}),
+    parts.MixedBatch: (
+        [parts.mixed_batch(*sizes) for sizes in ((3, 5, 6), (4, 7, 8))],
+        {"latent_attention": 1, "mla_attention": 2},  # the key side asks for a torch._check: caches of equal sizes
+    ),
     parts.SharedPrefix: ([parts.shared_prefix(*sizes) for sizes in UNLIKE], {"mla_prolog": 1, "latent_attention": 2}),
     parts.Shards: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], {"mla_prolog": 1, "latent_attention": 2}),
     servers.OneSequence: ([servers.one_sequence(tokens) for tokens in (5, 7)], BUT_QUERY),

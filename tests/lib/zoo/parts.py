@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 from torch.nn.functional import linear
 
-from .servers import Server, _dense, _paged
+from .servers import Server, _dense, _paged, paged
 from .sizes import SMALL, Sizes, weights
 
 Part = tuple[Tensor, Tensor]  # attention [B,S,N,V] and the logarithms [B,S,N] of its sums
@@ -128,6 +128,28 @@ class Shards(Parts):
         return (outs * shares).sum(0)
 
 
+class MixedBatch(Parts):
+    """[T, He]: the next token of each of some sequences, then a chunk of another's prompt: what is cached of it, and
+    its new tokens, merged."""
+
+    def forward(
+        self, x: Tensor, positions: Tensor, caches: Any, slot_mapping: Tensor, block_table: Tensor, decodes: int
+    ) -> Tensor:
+        q_nope, q_pe, *rows = self.rows(x, positions)
+        for cache, new in zip(caches, rows, strict=True):
+            cache.view(-1, cache.shape[-1])[slot_mapping] = new
+        next_tokens = (query[:decodes].unsqueeze(1) for query in (q_nope, q_pe))
+        latent, k_pe = (cache[block_table[:decodes]].flatten(1, 2) for cache in caches)
+        places = torch.arange(latent.shape[1])
+        decoded = self.attend(*next_tokens, latent, k_pe, places <= positions[:decodes, None, None])
+        chunk = [part[decodes:].unsqueeze(0) for part in (q_nope, q_pe, *rows)]
+        tokens = torch.arange(chunk[0].shape[1])
+        found = self.part(*chunk, (tokens <= tokens.unsqueeze(-1)).unsqueeze(0))
+        latent, k_pe = (cache[block_table[decodes:]].flatten(1, 2) for cache in caches)
+        found = self.merged(found, self.part(*chunk[:2], latent, k_pe, (places < positions[decodes]).expand(1, 1, -1)))
+        return self.project(torch.cat((decoded.squeeze(1), found[0].squeeze(0))))
+
+
 class ContextParallel(Parts):
     """Decode context parallel, as vLLM does it: a process has some of the heads, and every R-th row of the context. The
     last row of its caches is for rows that others have."""
@@ -169,6 +191,11 @@ def chunked_prompt(batch: int, tokens: int, blocks: int) -> tuple[Any, ...]:
     room = blocks * SMALL.block - tokens
     starts = torch.tensor([0, 1, *range(room - batch + 3, room + 1)])[:batch]
     return _dense(batch, tokens, SMALL.hidden), starts[:, None] + torch.arange(tokens), caches, table, starts
+
+
+def mixed_batch(decodes: int, tokens: int, blocks: int) -> tuple[Any, ...]:
+    x, positions, caches, slots, table, _ = paged(blocks, *((5 + 2 * line, 1) for line in range(decodes)), (9, tokens))
+    return x, positions, caches, slots, table, decodes
 
 
 def shared_prefix(batch: int, tokens: int, blocks: int) -> tuple[Any, ...]:

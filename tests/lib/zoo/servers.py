@@ -106,6 +106,19 @@ class DraftsExpanded(Drafts):
         return out.transpose(1, 2)
 
 
+class Window(Drafts):
+    """A token sees the last ones alone."""
+
+    WINDOW = 8
+
+    def forward(self, x: Tensor, positions: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        q_nope, q_pe, *rows = self.rows(x, positions)
+        for cache, new in zip(caches, rows, strict=True):
+            self.write(cache, new, positions)
+        places, last = torch.arange(caches[0].shape[1]), positions.unsqueeze(-1)
+        return self.project(self.attend(q_nope, q_pe, *caches, (places <= last) & (places > last - self.WINDOW)))
+
+
 class PagedDrafts(Server):
     """vLLM: tokens [B * S, He], rows by slot_mapping, contexts by block tables, masks by the lengths of sequences."""
 
