@@ -64,7 +64,8 @@ class Interpreter:
     def __init__(
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Value, Any], coarsest: torch.dtype | None
     ) -> None:
-        self.numbers, self.small, self.values, self.coarsest = numbers, small, values, coarsest
+        self.numbers, self.small, self.coarsest = numbers, small, coarsest
+        self.values = {part: self._in_steps(value, value_of(part)) for part, value in values.items()}
         self.leaves = tuple(values)
 
     def run(self, part: Value) -> Any:
@@ -120,16 +121,21 @@ class Interpreter:
     def called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any) -> Any:
         """The result of a call; `fake` is that of the graph. Its strides are not those of other sizes."""
         target = self.any_strides.get(target, target)
-        result, dtype = target(*args, **kwargs), getattr(fake, "dtype", None)
+        result = target(*args, **kwargs)
         if target in READ_BACK and not torch.allclose(*READ_BACK[target](result, *args), 0, 0, equal_nan=True):
             raise UncheckedError(TWICE)
         if isinstance(target, OpOverload) and "empty" in target._opname:
             result.fill_(1)  # the same each time
-        if dtype is None or not dtype.is_floating_point:
-            return result
+        return self._in_steps(result, fake)
+
+    def _in_steps(self, value: Any, fake: Any) -> Any:
+        """A value, rounded to its dtype if the steps of that are larger than those of the coarsest."""
+        dtype = getattr(fake, "dtype", None)
+        if dtype is None or not dtype.is_floating_point or not isinstance(value, Tensor):
+            return value
         if self.coarsest is None or _step(dtype) <= _step(self.coarsest):
-            return result
-        return result.to(dtype).double()
+            return value
+        return value.to(dtype).double()
 
     def _operand(self, leaf: Any) -> Any:
         return self.run(leaf) if is_value(leaf) else leaf

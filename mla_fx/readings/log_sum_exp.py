@@ -13,7 +13,7 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import as_sum
 from .attention import Attention
-from .axes import Axis, Index, extent
+from .axes import Axis, Index, extent, shifted
 from .calls import CASTS, args_of
 from .divided_late import SUMS
 from .element import Element, computed_from, computed_with, resolve
@@ -92,7 +92,8 @@ def _names(found: LogOfSum, index: tuple[Index, ...], attention: Attention, logi
     """The attention's names for the axes of the logarithm at `index`, whose scores lie along the same dimensions."""
     mine, theirs = found.logits.index, logits.index
     pairs = zip(mine, theirs, strict=False)
-    names = {part.axis: other for part, other in pairs if part.axis is not None and extent(other) == part.axis.size}
+    parts = ((shifted(part, -part.offset), shifted(other, -part.offset)) for part, other in pairs)
+    names = {part.axis: other for part, other in parts if part.axis is not None and extent(other) == part.axis.size}
     axes = {axis for part in (*index, *mine) for axis in part.axes}
     if len(mine) != len(theirs) or not axes <= names.keys() or names.get(found.keys) != attention.keys:
         raise NoMatch("the logarithms are of scores in another shape than those of the softmax", found.logits.origin)

@@ -14,11 +14,13 @@ from mla_fx.readings.element import (
     has_8_bits,
     is_coarser,
     is_parameter,
+    narrows,
 )
 from mla_fx.readings.gathered import own_part
 from mla_fx.readings.index_scores import TOPK, IndexScores, has_index_scores, index_scores
 from mla_fx.readings.log_sum_exp import LogSumExp, beside, log_sum_exp, logarithms
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
+from mla_fx.readings.merged_parts import Merge, merge_before, merges
 from mla_fx.readings.paged import Paged
 from mla_fx.readings.reading import Reading
 from mla_fx.readings.rms_norm import RmsNorm, rms_norm
@@ -30,10 +32,10 @@ from mla_fx.readings.views import seams, shape_of, written_slice
 
 __all__ = [
     "CASTS", "LOGARITHMS", "TOPK", "Attention", "Contraction", "Dequantised", "Element", "IndexScores", "LogSumExp",
-    "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Selection", "Table", "anchors", "args_of", "attention",
-    "beside", "choices", "computed_between", "computed_from", "down_projection", "element_of", "has_8_bits",
-    "has_index_scores", "index_scores", "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from",
-    "log_sum_exp", "logarithms", "named_argument", "operands_of", "options_of", "own_part", "parted_at", "rank",
-    "rms_norm", "rope", "rounded", "same_value", "seams", "seems_chosen", "seems_low_rank", "segments", "selection",
-    "shape_of", "weighted_sum", "written_slice",
+    "Merge", "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Selection", "Table", "anchors", "args_of",
+    "attention", "beside", "choices", "computed_between", "computed_from", "down_projection", "element_of",
+    "has_8_bits", "has_index_scores", "index_scores", "is_cached_per_head", "is_coarser", "is_parameter",
+    "is_projected_from", "log_sum_exp", "logarithms", "merge_before", "merges", "named_argument", "narrows",
+    "operands_of", "options_of", "own_part", "parted_at", "rank", "rms_norm", "rope", "rounded", "same_value",
+    "seams", "seems_chosen", "seems_low_rank", "segments", "selection", "shape_of", "weighted_sum", "written_slice",
 ]  # fmt: skip

@@ -120,6 +120,10 @@ def npu_sparse_flash_attention(*args: Any, **options: Any) -> Results:
     return sparse.SparseFlashAttention(**named(torch.ops.npu.npu_sparse_flash_attention, args, options))
 
 
+def npu_attention_update(lse: list[Tensor], local_out: list[Tensor], update_type: int) -> Results:
+    return attention.AttentionUpdate(lse, local_out, update_type, len(lse))
+
+
 def npu_dynamic_quant(x: Tensor, *, smooth_scales: Tensor | None = None, **options: Any) -> Results:
     """Codes in int8. A token of zeros has codes of zero."""
     if options not in ({}, {"dst_type": 1}):
@@ -188,6 +192,7 @@ KERNELS = {
     "npu::npu_rotary_mul": npu_rotary_mul,
     "npu::npu_lightning_indexer": npu_lightning_indexer,
     "npu::npu_sparse_flash_attention": npu_sparse_flash_attention,
+    "npu::npu_attention_update": npu_attention_update,
     "npu::npu_dynamic_quant": npu_dynamic_quant,
     "npu::npu_quant_matmul": npu_quant_matmul,
     "npu::npu_fused_infer_attention_score_v2": npu_fused_infer_attention_score_v2,

@@ -75,7 +75,7 @@ def test_none_for_a_required_tensor_is_refused_by_name(name):
         forms.append((operator.inplace, twin_call(operator, args, kwargs)[1]))
     for overload, arguments in forms:
         required = [argument.name for argument in overload._schema.arguments if str(argument.type) == "Tensor"]
-        assert required
+        assert required or name == "merge_attention"  # lists, which PyTorch checks itself
         for missing in required:
             with pytest.raises(ValueError, match=f"^{missing} is None; it must be a tensor.$"):
                 overload(**(arguments | {missing: None}))

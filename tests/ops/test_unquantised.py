@@ -21,7 +21,8 @@ from mla_fx.ops.emitted.mla_prolog import samples as mla_prolog
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
     *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "sparse_latent_attention", "lightning_index")),
-    *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "sparse_mla_attention", "rms_norm", "rope")),
+    *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "sparse_mla_attention", "merge_attention")),
+    *cases(DTYPES, ("rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
 
@@ -331,6 +332,16 @@ REFUSALS = {
         (change(3, drop), "q_rope is given and kr_cache is None"),
         (option(sinks=torch.zeros(1, 3)), r"sinks has shape \[1, 3\]; it must be \[N\]"),
         (option(max_absorbed_tokens=-1), "max_absorbed_tokens is -1; it must be 0 or more"),
+    ],
+    "merge_attention": [
+        (change(0, lambda outs: outs * 9), "outs has 18 tensors; it must have 1 to 16"),
+        (change(0, lambda outs: outs[:1]), "lses has 2 tensors; it must have as many as outs, 1"),
+        (change(0, lambda outs: [out.long() for out in outs]), r"outs\[0\] has dtype torch.int64; it must be one of"),
+        (change(0, lambda outs: [out[0, 0, 0, 0] for out in outs]), r"outs\[0\] has shape \[\]; it must be \[..., C\]"),
+        (change(0, lambda outs: [outs[0], outs[1].half()]), r"outs\[1\] has dtype torch.float16; it must be"),
+        (change(0, lambda outs: [outs[0], outs[1][1:]]), r"outs\[1\] has shape \[1, 3, 4, 8\]; it must be"),
+        (change(1, lambda lses: [lses[0].half(), lses[1]]), r"lses\[0\] has dtype torch.float16; it must be"),
+        (change(1, lambda lses: [lses[0], lses[1].mT]), r"lses\[1\] has shape \[2, 4, 3\]; it must be \[2, 3, 4\]"),
     ],
 }
 

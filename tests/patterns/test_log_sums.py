@@ -128,10 +128,10 @@ def test_expanded_keys_of_a_prompt_with_symbols():
 
 
 def test_merged_parts_are_attention_over_the_whole_context():
-    """Two sequences have parts that some or all rows do not see: these give zeros, and minus infinity."""
+    """Two sequences have parts that some or all rows do not see: their softmax gives NaN, which the merge drops."""
     given = arguments()
     found, report = compiled(Merged(), in_parts(*given))
-    assert report.fused == {"latent_attention": 2}, str(report)
+    assert report.fused == {"latent_attention": 2, "merge_attention": 1}, str(report)
     torch.testing.assert_close(found, Attention()(*given)[0], rtol=1e-9, atol=1e-10)
     assert lowered(Merged(), in_parts(*given)).count(BOTH) == 2
 
@@ -157,7 +157,7 @@ def test_chunks_with_a_causal_later_one_are_checked():
     _, _, kv_cache, kr_cache, *_ = arguments(block=T)
     given = query, query_rope, kv_cache[:B], kr_cache[:B], torch.tensor([T - S, T // 2, T // 2 + 4])
     found, report = compiled(Chunks(), given)
-    assert (report.fused, report.unchecked) == ({"latent_attention": 2}, []), str(report)
+    assert (report.fused, report.unchecked) == ({"latent_attention": 2, "merge_attention": 1}, []), str(report)
     torch.testing.assert_close(found, Chunks()(*given), rtol=1e-9, atol=1e-10)
 
 

@@ -1,4 +1,4 @@
-"""Merges of two parts that are right, and twins that are not: all stay the program's, and both parts fuse."""
+"""Merges of two parts that are right, which become one operator, and twins that are not, which stay the program's."""
 
 import pytest
 import torch
@@ -58,24 +58,26 @@ def guarded(outs, lses):
     return shared(torch.where(shares.unsqueeze(-1) == 0, 0.0, outs), shares)
 
 
-MERGES = {
+RIGHT = {
     "by maximum": by_maximum,
     "by logaddexp": by_logaddexp,
     "by softmax": by_softmax,
     "by sigmoid": by_sigmoid,
     "guarded": guarded,
-    "logarithms in base two": lambda outs, lses: shared(outs, (lses - lses.logsumexp(0)).exp2()),
-    "logarithms as if of base two": lambda outs, lses: by_softmax(outs, lses * LOG_2),
     "logarithms of another head": lambda outs, lses: by_softmax(outs, lses.roll(1, -1)),
     "logarithms of the other part": lambda outs, lses: by_softmax(outs, lses.flip(0)),
     "attention of the other part": lambda outs, lses: by_softmax(outs.flip(0), lses),
+    "divided twice": lambda outs, lses: by_softmax(outs, lses) / lses.softmax(0).sum(0).add(1).unsqueeze(-1),
+}
+TWINS = {
+    "logarithms in base two": lambda outs, lses: shared(outs, (lses - lses.logsumexp(0)).exp2()),
+    "logarithms as if of base two": lambda outs, lses: by_softmax(outs, lses * LOG_2),
     "logarithms before the scale": lambda outs, lses: by_softmax(outs, lses / 14**-0.5),
     "logarithms times two": lambda outs, lses: by_softmax(outs, 2 * lses),
     "sums and not logarithms": lambda outs, lses: by_softmax(outs, lses.exp()),
     "shares of heads": lambda outs, lses: shared(outs, lses.softmax(-1)),
     "shares of tokens": lambda outs, lses: shared(outs, lses.softmax(-2)),
     "not divided": lambda outs, lses: shared(outs, (lses - lses.amax(0)).exp()),
-    "divided twice": lambda outs, lses: by_softmax(outs, lses) / lses.softmax(0).sum(0).add(1).unsqueeze(-1),
     "the mean": lambda outs, lses: outs.mean(0) + 0 * lses.sum(0).unsqueeze(-1),
     "a sink that is counted twice": lambda outs, lses: shared(outs, torch.cat((lses, 0 * lses), 0).softmax(0)[:2]),
     "rounded shares": lambda outs, lses: shared(outs, lses.softmax(0).bfloat16().float()),
@@ -85,19 +87,25 @@ MERGES = {
 }
 
 
-@pytest.mark.parametrize("name", MERGES)
-def test_a_merge_is_what_it_says(name):
-    check(Merged(MERGES[name]))
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_merge_is_an_operator(name):
+    check(Merged(RIGHT[name]), {**FUSED, "merge_attention": 1})
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_stays_what_it_is(name):
+    check(Merged(TWINS[name]), FUSED)
 
 
 @pytest.mark.parametrize("name", ["by softmax", "guarded"])
 def test_parts_that_overlap(name):
-    check(Overlapping(MERGES[name]))
+    """A merge of what it is given, even if keys count twice."""
+    check(Overlapping(RIGHT[name]), {**FUSED, "merge_attention": 1})
 
 
-def check(layer):
+def check(layer, fused):
     """The second token is at position 0, which the second part does not see."""
     given, backend = servers.drafts(3, 2), Reporting(target="reference")
     given[1][0] = torch.tensor([1, 0])
     check_same(layer, given, torch.compile(layer, backend=backend), equal_nan=True)
-    assert backend.reports[-1].fused == FUSED, str(backend.reports[-1])
+    assert backend.reports[-1].fused == fused, str(backend.reports[-1])

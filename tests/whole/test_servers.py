@@ -15,6 +15,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ALL, EXPANDED = {"mla_prolog": 1, "latent_attention": 1}, {"mla_attention": 3}
 KEY_SIDE = {"kv_rmsnorm_rope_cache": 1}
 BUT_QUERY = {**KEY_SIDE, "mla_attention": 1}
+MERGED = {"mla_prolog": 1, "latent_attention": 2, "merge_attention": 1}
 UNLIKE = ((5, 7, 3), (3, 4, 2))
 PROMPTS = ((5, 9, 7), (4, 3, 11))
 PAGED = (4, (5, 3), (9, 7), (2, 4)), (3, (6, 4), (3, 2), (11, 5))
@@ -32,13 +33,17 @@ SPELLINGS = {
     servers.DraftsExpanded: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], BUT_QUERY),
     servers.PagedDraftsDivided: ([servers.paged_drafts(*sizes) for sizes in UNLIKE], ALL),
     servers.VarlenPaged: ([servers.paged(*lines) for lines in PAGED], {**KEY_SIDE, "latent_attention": 3}),
-    parts.ChunkedPrompt: ([parts.chunked_prompt(*sizes) for sizes in ((3, 5, 6), (4, 7, 8))], {"mla_attention": 5}),
+    parts.ChunkedPrompt: (
+        [parts.chunked_prompt(*sizes) for sizes in ((3, 5, 6), (4, 7, 8))],
+        {"mla_attention": 5, "merge_attention": 1},
+    ),
     parts.MixedBatch: (
         [parts.mixed_batch(*sizes) for sizes in ((3, 5, 6), (4, 7, 8))],
-        {"latent_attention": 1, "mla_attention": 2},  # the key side asks for a torch._check: caches of equal sizes
+        # the key side asks for a torch._check: caches of equal sizes
+        {"latent_attention": 1, "mla_attention": 2, "merge_attention": 1},
     ),
-    parts.SharedPrefix: ([parts.shared_prefix(*sizes) for sizes in UNLIKE], {"mla_prolog": 1, "latent_attention": 2}),
-    parts.Shards: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], {"mla_prolog": 1, "latent_attention": 2}),
+    parts.SharedPrefix: ([parts.shared_prefix(*sizes) for sizes in UNLIKE], MERGED),
+    parts.Shards: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], MERGED),
     servers.OneSequence: ([servers.one_sequence(tokens) for tokens in (5, 7)], BUT_QUERY),
 }
 QUICK = (servers.TokensOfPositions, servers.OneSequence, parts.ChunkedPrompt, parts.SharedPrefix)

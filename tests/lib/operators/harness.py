@@ -50,8 +50,14 @@ def _each_case(dtypes, operators):
 
 
 def mapped(change, values):
-    """`change` applied to every tensor in `values`."""
-    return [change(value) if isinstance(value, torch.Tensor) else value for value in values]
+    """`change` applied to every tensor in `values`, and in lists among them."""
+
+    def of(value):
+        if isinstance(value, list):
+            return mapped(change, value)
+        return change(value) if isinstance(value, torch.Tensor) else value
+
+    return [of(value) for value in values]
 
 
 def double(values):

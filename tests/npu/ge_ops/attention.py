@@ -180,3 +180,15 @@ def _outputs(rows: list[Tensor], layout: Layout, query: Tensor, lengths: Tensor 
 def _lse(rows: list[Tensor], layout: Layout) -> Tensor:
     """float32 [B, N, S, 1], or [T, N, 1]."""
     return torch.cat(rows, 1).transpose(0, 1) if layout.is_ragged else torch.stack(rows)
+
+
+def AttentionUpdate(lse: list[Tensor], go: list[Tensor], update_type: int, sp: int) -> tuple[Tensor, Tensor]:
+    """Parts [R, D] with logarithms [R] in float32. Rows that no part sees are NaN, and so is zero times NaN."""
+    if update_type != 1 or sp != len(lse) or len(go) != sp or not 1 <= sp <= 16:
+        raise ValueError(f"update_type is {update_type} and sp {sp}, with {len(lse)} parts")
+    if any(part.dtype != torch.float32 or part.dim() != 1 for part in lse) or go[0].shape[1] % 8:
+        raise ValueError("lse must be [R] in float32, and go [R, D] with D a multiple of 8")
+    largest = torch.stack(lse).amax(0)
+    whole = largest + sum((part - largest).exp() for part in lse).log()
+    out = sum(part.float() * (own - whole).exp().unsqueeze(-1) for part, own in zip(go, lse, strict=True))
+    return out.to(go[0].dtype), whole

@@ -1,0 +1,240 @@
+"""Arithmetic on few numbers: an element as a function of those elements that no arithmetic computes, its leaves.
+
+Some formulas have many spellings. Instead of matching them, a reading can do the arithmetic itself, at points of its
+choice. Steps are analytic here, or choose the larger of two numbers, or test for what is infinite, NaN or a weight of
+zero: two formulas of such steps that agree at many points drawn at random agree wherever they are finite."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
+
+from .axes import Axis, Index
+from .calls import CASTS, args_of, operands_of, options_of
+from .constant import constant
+from .contraction import PRODUCTS, contraction, reduced
+from .element import Element, operand, resolve
+from .softmax import EXPONENTIALS, MASKED_FILL, SOFTMAX
+from .views import MOVERS, has_dim, shape_of
+
+aten = torch.ops.aten
+
+MOST_STEPS = 1000
+MOST_TERMS = 16
+TESTS = frozenset({aten.eq.Scalar, aten.ne.Scalar})
+SMOOTH = frozenset(
+    {
+        *EXPONENTIALS, aten.log.default, aten.log2.default, aten.log1p.default, aten.expm1.default, aten.add.Tensor,
+        aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.reciprocal.default,
+        aten.sigmoid.default, aten.lerp.Tensor, aten.maximum.default, aten.minimum.default, aten.abs.default,
+        aten.logaddexp.default, aten.logaddexp2.default,
+    }
+)  # fmt: skip
+GUARDS = frozenset(
+    {
+        *MASKED_FILL, aten.where.self, aten.nan_to_num.default, aten.isnan.default, aten.isinf.default,
+        aten.isfinite.default, aten.logical_or.default, aten.logical_and.default, aten.logical_not.default,
+        aten.bitwise_or.Tensor, aten.bitwise_and.Tensor, aten.bitwise_not.default, aten.clamp.default,
+        aten.clamp_min.default,
+    }
+)  # fmt: skip
+REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.amax.default, aten.logsumexp.default})
+WEIGHTS = SOFTMAX | {*EXPONENTIALS, aten.sigmoid.default}
+KEEP_SIGNS = frozenset(
+    {
+        aten.sum.dim_IntList, aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.where.self, aten.clamp.default,
+        aten.clamp_min.default, aten.nan_to_num.default, *MASKED_FILL,
+    }
+)  # fmt: skip
+STEPS = SMOOTH | GUARDS | TESTS | REDUCTIONS | SOFTMAX
+
+Step = Callable[..., Tensor]
+
+
+@dataclass
+class Arithmetic:
+    """Steps, each with the places of its operands among the results of others. A leaf has no step."""
+
+    leaves: dict[int, Element] = field(default_factory=dict)
+    """Each by the place of its value."""
+
+    steps: list[tuple[Step | None, tuple[int, ...]]] = field(default_factory=list)
+    places: dict[tuple[Node, tuple[Index, ...]], int] = field(default_factory=dict)
+
+    def read(self, element: Element) -> int:
+        """The place of an element's value. Raises NoMatch for one that is not a float."""
+        factor, plain = element.apart()
+        key = plain.node, plain.index
+        if key not in self.places:
+            self.places[key] = self._computed(plain)
+        place = self.places[key]
+        return place if factor == 1.0 else self._add(functools.partial(operator.mul, factor), [place])
+
+    def value(self, place: int, leaves: Mapping[int, Tensor]) -> Tensor:
+        """The value at a place, for values of the leaves: points in float64, as many for each."""
+        found: list[Tensor] = []
+        for number, (step, given) in enumerate(self.steps):
+            found.append(leaves[number] if step is None else step(*(found[one] for one in given)))
+        return found[place].expand_as(next(iter(leaves.values())))
+
+    def _add(self, step: Step | None, given: Sequence[int]) -> int:
+        if len(self.steps) == MOST_STEPS:
+            raise NoMatch(f"arithmetic of more than {MOST_STEPS} steps")
+        self.steps.append((step, tuple(given)))
+        return len(self.steps) - 1
+
+    def _computed(self, plain: Element) -> int:
+        node = plain.node
+        number = constant(node)
+        if number is not None:
+            return self._add(functools.partial(torch.full, (), number, dtype=torch.float64), [])
+        found = self._pointwise(plain) if node.target in SMOOTH | GUARDS | TESTS else self._over_terms(plain)
+        return self._leaf(plain) if found is None else found
+
+    def _leaf(self, plain: Element) -> int:
+        if not plain.dtype.is_floating_point:
+            raise NoMatch(f"expected arithmetic on floats, found {name_of(plain.origin)}", plain.origin)
+        place = self._add(None, [])
+        self.leaves[place] = plain
+        return place
+
+    def _pointwise(self, plain: Element) -> int | None:
+        node = plain.origin
+        args, options = args_of(node), options_of(node)
+        if "rounding_mode" in options or (node.target in TESTS and not _is_guard(node)):
+            return None
+        tensors = [number for number, value in enumerate(args) if isinstance(value, Node)]
+        if any(not isinstance(args[number].meta["val"], Tensor) for number in tensors):
+            return None
+
+        def step(*values: Tensor) -> Tensor:
+            given: list[Any] = list(args)
+            for number, value in zip(tensors, values, strict=True):
+                given[number] = value
+            result: Tensor = node.target(*given, **options)  # type: ignore[operator]  # an operator
+            return result
+
+        return self._add(step, [self.read(operand(args[number], plain.index)) for number in tensors])
+
+    def _over_terms(self, plain: Element) -> int | None:
+        """A sum, a maximum, a softmax or a product over few terms."""
+        node = plain.origin
+        if node.target in REDUCTIONS:
+            source, index, over = reduced(node, plain.index)
+            axis = _few(over)
+            if axis is None:
+                return None
+            terms = self._terms(resolve(source, index), axis)
+            return self._add(lambda *values: _reduce(node.target, _stacked(values)), terms)
+        if node.target in SOFTMAX:
+            return self._share(plain)
+        if node.target is operator.getitem and args_of(node)[1] == 0 and args_of(node)[0].target is aten.max.dim:
+            source, index, over = reduced(args_of(node)[0], plain.index)
+            axis = _few(over)
+            return None if axis is None else self._add(_largest, self._terms(resolve(source, index), axis))
+        return self._product(plain) if node.target in PRODUCTS else None
+
+    def _terms(self, element: Element, axis: Axis) -> list[int]:
+        return [self.read(element.at({axis: Index(number)})) for number in range(int(axis.size))]
+
+    def _share(self, plain: Element) -> int | None:
+        """One of few probabilities."""
+        value, given = args_of(plain.origin)[:2]
+        if not has_dim(len(plain.index), given):
+            return None
+        dim = given % len(plain.index)
+        size, which = shape_of(plain.origin)[dim], plain.index[dim]
+        if which.terms or not isinstance(which.offset, int) or not isinstance(size, int) or size > MOST_TERMS:
+            return None
+        places = (Index(number) for number in range(size))
+        logits = [operand(value, (*plain.index[:dim], place, *plain.index[dim + 1 :])) for place in places]
+
+        def step(*values: Tensor) -> Tensor:
+            return _stacked(values).softmax(0)[which.offset]
+
+        return self._add(step, list(map(self.read, logits)))
+
+    def _product(self, plain: Element) -> int | None:
+        """A product over stacked values, and not over the columns of one."""
+        try:
+            found = contraction(plain)
+        except NoMatch:
+            return None
+        axis = _few(found.over)
+        if axis is None or not (_is_stacked(found.left, axis) or _is_stacked(found.right, axis)):
+            return None
+        pairs = zip(self._terms(found.left, axis), self._terms(found.right, axis), strict=True)
+        given = [place for pair in pairs for place in pair]
+
+        def step(*values: Tensor) -> Tensor:
+            terms = (left * right for left, right in zip(values[::2], values[1::2], strict=True))
+            return found.factor * functools.reduce(torch.add, terms)
+
+        return self._add(step, given)
+
+
+def is_step(node: Node) -> bool:
+    """Whether a call may be arithmetic on few numbers."""
+    if node.target not in PRODUCTS:
+        return node.target in STEPS
+    inner = shape_of(operands_of(node)[0])[-1]
+    return isinstance(inner, int) and inner <= MOST_TERMS
+
+
+def _is_guard(test: Node) -> bool:
+    """Whether this tests for infinity, or a weight for zero."""
+    value, number = args_of(test)[:2]
+    if not isinstance(number, (int, float)) or not isinstance(value, Node):
+        return False
+    return math.isinf(number) or (number == 0 and _is_weight(value))
+
+
+def _is_weight(value: Node) -> bool:
+    """Whether a value is positive, but for what underflows."""
+    number = constant(value)
+    if number is not None or value.target in WEIGHTS:
+        return number is None or number >= 0
+    moves = value.target in MOVERS or value.target in CASTS or value.target is aten.cat.default
+    if not moves and value.target not in KEEP_SIGNS:
+        return False
+    given: Sequence[Any] = operands_of(value) if moves else args_of(value)
+    tensors = [part for part in given if isinstance(part, Node) and part.meta["val"].is_floating_point()]
+    numbers = [part for part in given if isinstance(part, (int, float))]
+    return bool(tensors) and all(map(_is_weight, tensors)) and all(number >= 0 for number in numbers)
+
+
+def _is_stacked(element: Element, axis: Axis) -> bool:
+    """Whether another operation computes each term."""
+    origins = {element.at({axis: Index(number)}).origin for number in range(int(axis.size))}
+    return len(origins) == axis.size
+
+
+def _few(over: tuple[Index, ...]) -> Axis | None:
+    axis = over[0].axis if len(over) == 1 else None
+    return axis if axis is not None and isinstance(axis.size, int) and axis.size <= MOST_TERMS else None
+
+
+def _reduce(target: Any, values: Tensor) -> Tensor:
+    result: Tensor = target(values, [0])
+    return result
+
+
+def _largest(*values: Tensor) -> Tensor:
+    return _stacked(values).amax(0)
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """Numbers may be among them."""
+    most = max(values, key=Tensor.numel)
+    return torch.stack([value.expand_as(most) for value in values])

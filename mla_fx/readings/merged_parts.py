@@ -1,0 +1,210 @@
+"""Attention that was computed in parts of a context, merged by the logarithms of their sums:
+
+    out = sum over parts of share * part,  share = exp(lse - logsumexp(lses))
+
+Shares have many spellings: a softmax of stacked logarithms, exponentials after the largest was subtracted, a difference
+from `logaddexp`, two parts at a time, in base 2. So this reading does their arithmetic, at points drawn at random, and
+compares it with that of a merge. Guards decide what becomes of rows that parts do not see. They are evaluated, too."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.torch_private import unset_fake_temporarily
+
+from .arithmetic import Arithmetic, is_step
+from .axes import Index
+from .calls import CASTS
+from .element import Element, computed_from, computed_with, resolve
+from .reading import Reading
+from .views import MOVERS, fresh_index
+
+aten = torch.ops.aten
+
+MOVES = frozenset({*MOVERS, *CASTS, aten.cat.default, operator.getitem})
+MOST_PARTS = 16
+SCALES = (1.0, 1.0, 30.0, 1e3, 1e6, 1e20, 3e38)  # of logarithms: masks of the lowest number make huge ones
+POINTS = 8 * len(SCALES)
+CLOSE = 1e-11
+SUBSETS = 64
+
+
+@dataclass(frozen=True)
+class Merge(Reading):
+    """Parts `outs` with logarithms `lses`, merged at `index` of `node`. Its last dimension are the columns of `outs`.
+
+    A row that a part does not see has minus infinity there. Such a part adds nothing if it is in `skips`, whatever its
+    attention is, else zero times that; the row is NaN if it is in `blanks`. Rows that no part sees are NaN if
+    `blank_if_empty`, else zero. Infinity and NaN count as minus infinity for parts in `cleans`."""
+
+    index: tuple[Index, ...]
+    outs: tuple[Element, ...]
+    lses: tuple[Element, ...]
+    skips: frozenset[int]
+    cleans: frozenset[int]
+    blanks: frozenset[int]
+    blank_if_empty: bool
+
+    @property
+    def constants(self) -> tuple[object, ...]:
+        return self.skips, self.cleans, self.blanks, self.blank_if_empty
+
+
+def merges(calls: Iterable[Node]) -> Iterator[Node]:
+    """The last values that arithmetic computes from several of some calls, which return parts and logarithms."""
+    calls = list(calls)
+    steps = {node for node in computed_with(calls, lambda node: not _is_inside(node)) if is_step(node)}
+    for node in steps:
+        after = computed_with([node], lambda user: not _is_inside(user) or user in steps)
+        if steps.isdisjoint(after) and len(set(calls).intersection(_before(node))) > 1:
+            yield node
+
+
+def merge_before(node: Node) -> Merge:
+    """The nearest merge among a value and those that arithmetic computes it from: a gate may follow a merge. Raises
+    NoMatch with the reason, the one of the nearest that has as many parts as logarithms."""
+    misses = list[NoMatch]()
+    for found in filter(is_step, _before(node)):
+        try:
+            return merge(found)
+        except NoMatch as miss:
+            misses.append(miss)
+    raise next((miss for miss in misses if miss.reason != NO_PARTS), misses[0])
+
+
+def _is_inside(node: Node) -> bool:
+    return node.target in MOVES or is_step(node)
+
+
+def _before(node: Node) -> Iterator[Node]:
+    return computed_from(node, lambda found: not _is_inside(found))
+
+
+NO_PARTS = f"expected 2 to {MOST_PARTS} parts of attention, each with a logarithm"
+
+
+def merge(node: Node) -> Merge:
+    """Read a value as a merge. Raises NoMatch with the reason if it is none."""
+    index = fresh_index(node)
+    read = Arithmetic()
+    place = read.read(resolve(node, index))
+    columns = index[-1].axes if index else frozenset()
+    outs = [leaf for leaf, element in read.leaves.items() if columns & element.axes]
+    lses = [leaf for leaf in read.leaves if leaf not in outs]
+    if len(outs) != len(lses) or not 2 <= len(outs) <= MOST_PARTS:
+        raise NoMatch(NO_PARTS, node)
+    with unset_fake_temporarily():
+        points = _Points(read, place, outs, lses, node).paired()
+        count = range(len(outs))
+        blanks = frozenset(filter(points.is_blank, count))
+        skips = frozenset(part for part in count if part not in blanks and points.skips(part))
+        cleans = frozenset(filter(points.cleans, count))
+        points.check_subsets(blanks)
+        given, logarithms = (tuple(read.leaves[leaf] for leaf in leaves) for leaves in (outs, points.lses))
+        return Merge(node, index, given, logarithms, skips, cleans, blanks, points.blank_if_empty())
+
+
+@dataclass(frozen=True)
+class _Points:
+    """A value as a function of some leaves, evaluated where a merge of these is known."""
+
+    read: Arithmetic
+    place: int
+    outs: list[int]
+    lses: list[int]
+    node: Node
+
+    def paired(self) -> _Points:
+        """The same with the logarithm of each part in its place. Raises NoMatch if the value is no merge."""
+        outs, lses = _drawn(len(self.outs))
+        shares = lses.softmax(0)
+        pairs = list[int]()
+        for part in range(len(outs)):
+            alone = torch.zeros_like(outs)
+            alone[part] = 1
+            weight = self._value(alone, lses)
+            pairs += [place for place, share in enumerate(shares) if _is_close(weight, share)][:1]
+        if sorted(pairs) != list(range(len(outs))):
+            raise NoMatch("parts are not weighted by the shares that their logarithms give them", self.node)
+        found = _Points(self.read, self.place, self.outs, [self.lses[pair] for pair in pairs], self.node)
+        if not _is_close(found._value(outs, lses), _merged(outs, lses)):
+            raise NoMatch("more than the parts times their shares is added", self.node)
+        return found
+
+    def is_blank(self, part: int) -> bool:
+        return self._where([part], -torch.inf, 0.0).isnan().all().item() is True
+
+    def skips(self, part: int) -> bool:
+        for finite in (0.0, 1.5):
+            if not self._is_left_out([part], self._where([part], -torch.inf, finite)):
+                raise NoMatch("a part adds to rows that it does not see", self.node)
+        return self._leaves_out_or_is_nan(part, -torch.inf)
+
+    def cleans(self, part: int) -> bool:
+        one, other = (self._leaves_out_or_is_nan(part, lse) for lse in (torch.inf, torch.nan))
+        if one != other:
+            raise NoMatch("logarithms of infinity and NaN count differently", self.node)
+        return one
+
+    def check_subsets(self, blanks: frozenset[int]) -> None:
+        """Rows that several parts do not see are as each part alone says."""
+        draw, parts = Random(0), range(len(self.outs))
+        sizes = (draw.randint(2, max(2, len(parts) - 1)) for _ in range(SUBSETS if len(parts) > 2 else 0))
+        for subset in (draw.sample(parts, size) for size in sizes):
+            value = self._where(subset, -torch.inf, 0.0)
+            if not (value.isnan().all() if blanks.intersection(subset) else self._is_left_out(subset, value)):
+                raise NoMatch("rows that several parts do not see count differently", self.node)
+
+    def blank_if_empty(self) -> bool:
+        value = self._where(range(len(self.outs)), -torch.inf, 0.0)
+        if not value.isnan().all() and (value != 0).any():
+            raise NoMatch("rows that no part sees are neither zero nor NaN", self.node)
+        return value.isnan().all().item() is True
+
+    def _leaves_out_or_is_nan(self, part: int, lse: float) -> bool:
+        value = self._where([part], lse, torch.nan)
+        if value.isnan().all():
+            return False
+        if not self._is_left_out([part], value):
+            raise NoMatch(f"a part whose logarithm is {lse} is neither left out nor NaN", self.node)
+        return True
+
+    def _is_left_out(self, parts: Iterable[int], value: Tensor) -> bool:
+        outs, lses = _drawn(len(self.outs))
+        kept = [part for part in range(len(outs)) if part not in parts]
+        return _is_close(value, _merged(outs[kept], lses[kept]))
+
+    def _where(self, parts: Iterable[int], lse: float, out: float) -> Tensor:
+        """The value where some parts have this logarithm and this attention."""
+        outs, lses = _drawn(len(self.outs))
+        outs[list(parts)], lses[list(parts)] = out, lse
+        return self._value(outs, lses)
+
+    def _value(self, outs: Tensor, lses: Tensor) -> Tensor:
+        given: Mapping[int, Tensor] = dict(zip(itertools.chain(self.outs, self.lses), (*outs, *lses), strict=True))
+        return self.read.value(self.place, given)
+
+
+def _drawn(parts: int) -> tuple[Tensor, Tensor]:
+    """Attention and logarithms, [parts, POINTS] each, always the same."""
+    draw = torch.Generator().manual_seed(0)
+    outs = torch.randn(parts, POINTS, generator=draw, dtype=torch.float64)
+    lses = 2 * torch.rand(parts, POINTS, generator=draw, dtype=torch.float64) - 1
+    return outs, lses * torch.tensor(SCALES, dtype=torch.float64).repeat(POINTS // len(SCALES))
+
+
+def _merged(outs: Tensor, lses: Tensor) -> Tensor:
+    return (outs * lses.softmax(0)).sum(0)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, CLOSE, CLOSE)
