@@ -60,7 +60,7 @@ def chosen(a: Arguments) -> Tensor:
 
 
 def _run(a: Arguments) -> Tensor:
-    if is_absorbed(a) or _is_small(a):
+    if is_absorbed(a) or (has_few_scores(a) and not heads_over_rows.is_fast(a)):
         return mla_attention.kernel(a, lambda latent: run(latent)[0])
     return prompts.in_parts(a)
 

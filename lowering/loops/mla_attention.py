@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
@@ -74,12 +76,21 @@ def from_copies(a: Arguments) -> Tensor:
 
 def at_run_time(a: Arguments, expand: Form, absorb: Form = in_latent_space) -> Tensor:
     """A conditional on the S of the call."""
-    tensors = _tensors(a)
+    tensors, widths = _tensors(a), [a.weight_uk.shape[1], a.weight_uv.shape[1]]
+    if not (a.weight_uk.is_contiguous() and a.weight_uv.is_contiguous()):
+        # slices of one weight are joined to that weight, which a conditional takes without copying it
+        tensors["weight_uk"] = torch.cat((tensors["weight_uk"], tensors.pop("weight_uv")), 1)
 
     def form(compute: Form) -> Form:
-        return lambda *given: compute(replace(a, **dict(zip(tensors, given, strict=True))))
+        def of(*given: Tensor) -> Tensor:
+            read: dict[str, Any] = dict(zip(tensors, given, strict=True))
+            if "weight_uv" not in read:
+                read["weight_uk"], read["weight_uv"] = torch.split(read["weight_uk"], widths, 1)
+            return compute(replace(a, **read))
 
-    sizes, condition = (*a.q_nope.shape[:3], a.weight_uv.shape[1]), a.q_nope.shape[1] <= a.max_absorbed_tokens
+        return of
+
+    sizes, condition = (*a.q_nope.shape[:3], widths[1]), a.q_nope.shape[1] <= a.max_absorbed_tokens
     return conditional(condition, form(absorb), form(expand), tuple(tensors.values()), sizes)
 
 

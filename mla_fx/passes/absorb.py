@@ -8,7 +8,8 @@ S T (d + Dr) for the scores and values. Absorbed attention costs S R d and S T (
     S < R d / (R d / T + 2R - d)
 
 which is 164 for DeepSeek-V3 at T = 4096 and hardly depends on T. The measured crossover is higher or lower, so each
-kind of device has its own threshold. S <= 8 is always absorbed. Above that, a cold prefill (S = T) never is.
+kind of device has its own threshold. S <= 8 is always absorbed. Above that, a cold prefill (S = T) never is, nor is one
+of unknown length: expanding few keys costs little.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply)
     tokens, context = shape_of(q_nope)[1], shape_of(kv_cache)[1]
     limit = max_absorbed_tokens(policy, value.device.type, context, target.max_absorbed_tokens)
     if not _is_absorbed(tokens, context, limit):
-        if not isinstance(tokens, int):
+        if not isinstance(tokens, int) and not _is_cold(tokens, context):
             _limit(node, emit, limit if target.runs_operators else 0, apply)
         raise ByDesign(f"{UNABSORBED}: {_why_not(tokens, context, limit)}", node)
     if value.dtype == torch.float16 and target.runs_operators:
@@ -99,10 +100,10 @@ def _is_cold(tokens: Size, context: Size) -> bool:
 def _why_not(tokens: Size, context: Size, limit: int) -> str:
     if limit == 0:
         return "option absorb is 'never'"
-    if not isinstance(tokens, int):
-        return f"the number of its tokens, {tokens}, is known at run time only"
     if _is_cold(tokens, context):
         return f"a prompt of {tokens} tokens without earlier ones costs less like this"
+    if not isinstance(tokens, int):
+        return f"the number of its tokens, {tokens}, is known at run time only"
     return f"{tokens} tokens are more than the {limit} up to which absorbing costs less"
 
 
