@@ -64,6 +64,13 @@ def argument(node: Node, position: int, name: str = "", default: Any = None) -> 
     return options_of(node).get(name, default)
 
 
+def positional(call: Node) -> dict[str, Any]:
+    """The arguments of an operator's call that may be given by position, by name. None are those left out."""
+    assert isinstance(call.target, OpOverload), "the call of an operator"
+    names = (argument.name for argument in call.target._schema.arguments if not argument.kwarg_only)
+    return {name: named_argument(call, name) for name in names}
+
+
 def named_argument(call: Node, name: str) -> Any:
     """An argument of an operator's call by its name in the schema, given by position or by name."""
     assert isinstance(call.target, OpOverload), "the call of an operator"

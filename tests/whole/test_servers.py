@@ -35,7 +35,7 @@ SPELLINGS = {
     servers.VarlenPaged: ([servers.paged(*lines) for lines in PAGED], {**KEY_SIDE, "latent_attention": 3}),
     parts.ChunkedPrompt: (
         [parts.chunked_prompt(*sizes) for sizes in ((3, 5, 6), (4, 7, 8))],
-        {"mla_attention": 5, "merge_attention": 1},
+        {"mla_attention": 2, "merge_attention": 1},  # the chunks of the context are one
     ),
     parts.MixedBatch: (
         [parts.mixed_batch(*sizes) for sizes in ((3, 5, 6), (4, 7, 8))],

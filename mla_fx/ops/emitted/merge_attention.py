@@ -35,8 +35,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     multiplied by zero. A row that no part sees is zero, with minus infinity for its logarithm. Sums are in float32, or
     float64 for float64, and out is rounded once.
 
-    Returns out [..., C] in the dtype of outs, and lse [...], in that of lses. Raises ValueError for arguments that do
-    not fit. Inference only.
+    Returns out [..., C] in the dtype of outs, and lse [...], in that of lses, both contiguous. Raises ValueError for
+    arguments that do not fit. Inference only.
     """
     largest = functools.reduce(torch.maximum, a.lses)
     safe = torch.where(largest == -torch.inf, 0.0, largest)
@@ -44,7 +44,8 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
     total = functools.reduce(torch.add, weights)
     divisor = torch.where(total == 0, 1.0, total)
     parts = [out * (weight / divisor).unsqueeze(-1) for out, weight in zip(a.outs, weights, strict=True)]
-    return functools.reduce(torch.add, parts).to(a.outs[0].dtype), safe + total.log()
+    out, lse = functools.reduce(torch.add, parts).to(a.outs[0].dtype), safe + total.log()
+    return out.contiguous(), lse.contiguous()
 
 
 def check(a: Arguments) -> None:
@@ -74,7 +75,7 @@ def fake(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Two parts, many, one, rows that some or no part sees, a single row."""
+    """Two parts, many, one, a single row, other strides, rows that some or no part sees."""
     if dtype not in FLOATS:
         return
     draw = Sampler(dtype, 19)
@@ -87,6 +88,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("sixteen parts", parts(16, 2, 3), {})
     yield Sample("one part", parts(1, 3), {})
     yield Sample("one row", parts(3), {})
+    outs, lses = parts(2, 3, 4)
+    yield Sample("columns first", ([out.permute(1, 0, 2) for out in outs], [lse.mT for lse in lses]), {})
     outs, lses = parts(3, 4, 4)
     for number, lse in enumerate(lses):
         lse[number:3] = -torch.inf

@@ -10,13 +10,14 @@ program gives to rows that a part, or all parts, do not see stays what it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.cases import Case, Layer
+from mla_fx.cases import Case
 from mla_fx.rule import Match, NearestMiss, Plan, Rule
 from mla_fx.rule.indices import axes
 from mla_fx.rule.operands import Call, Expression, Inlined, replacing, result, tensor
@@ -24,6 +25,7 @@ from mla_fx.rule.readings import (
     CASTS,
     Element,
     Merge,
+    Reading,
     args_of,
     computed_between,
     merge_before,
@@ -31,57 +33,25 @@ from mla_fx.rule.readings import (
     narrows,
 )
 
+from . import cases
+from .pieces import WITH_LSE, feeds_alone, joined_pieces
+
 aten, fused = torch.ops.aten, torch.ops.mla_fx
 CHOICES = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-WITH_LSE = (fused.latent_attention.with_lse, fused.mla_attention.with_lse)
-
-
-class _Parts(Layer):
-    """Attention over two halves of the context, merged."""
-
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
-        key, value = self.keys(latent, k_rope)
-        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * 0.3 + mask
-        halves = zip(scores.chunk(2, -1), value.chunk(2, -2), strict=True)
-        parts = [(half.softmax(-1) @ values, half.logsumexp(-1)) for half, values in halves]
-        return self.merged(*zip(*parts, strict=True))
-
-    def merged(self, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> Tensor:
-        shares = torch.stack(lses).softmax(0).unsqueeze(-1)
-        return (torch.stack(outs) * shares).sum(0)
-
-
-class _Exponentials(_Parts):
-    """Rows that no part sees are zero."""
-
-    def merged(self, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> Tensor:
-        largest = torch.maximum(*lses)
-        weights = [(lse - torch.where(largest == -torch.inf, 0.0, largest)).exp().unsqueeze(-1) for lse in lses]
-        parts = (torch.where(one == 0, 0.0, out * one) for out, one in zip(outs, weights, strict=True))
-        return sum(parts, torch.zeros(())) / sum(weights, torch.zeros(())).clamp(min=1e-10)
-
-
-class _Swapped(_Parts):
-    def merged(self, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> Tensor:
-        return super().merged(outs, lses[::-1])
-
-
-class _BaseTwo(_Parts):
-    def merged(self, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> Tensor:
-        first, second = lses
-        weight = 1 / (1 + (second - first).exp2())
-        return torch.lerp(outs[1], outs[0], weight.unsqueeze(-1))
-
-
 FUSED = {"mla_prolog": 1, "latent_attention": 2, "merge_attention": 1}
+WHOLE = {"mla_prolog": 1, "latent_attention": 1}
 NOT_SHARES = "parts are not weighted by the shares that their logarithms give them"
 
 
 class MergeAttention(Rule):
-    stage = "context"
+    stage = "attention"
+    after = ("mla_attention",)
     yields_to_target = True
-    accepts = (Case("softmax", _Parts, FUSED), Case("exponentials", _Exponentials, FUSED))
-    rejects = (Case("base two", _BaseTwo, because=NOT_SHARES),)
+    accepts: ClassVar[Sequence[Case]] = (
+        Case("softmax", cases.Parts, FUSED),
+        Case("exponentials", cases.Exponentials, FUSED),
+    )
+    rejects: ClassVar[Sequence[Case]] = (Case("base two", cases.BaseTwo, because=NOT_SHARES),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         calls = [call for target in WITH_LSE for call in graph.find_nodes(op="call_function", target=target)]
@@ -112,11 +82,39 @@ class MergeAttention(Rule):
         return Plan(replacing(old, found.index, result(merged, dims)), exact=_choices(found))
 
 
+class JoinedPieces(MergeAttention):
+    """Neighbouring pieces of one context: see pieces.py."""
+
+    name = "merge_attention_pieces"
+    after = ("merge_attention",)
+    tells_misses = False
+    accepts = (Case("halves", cases.Halves, WHOLE),)
+    rejects = ()
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        return filter(feeds_alone, graph.find_nodes(op="call_function", target=fused.merge_attention.default))
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        yield Match(readings={"merge": Reading(anchor)})
+
+    def rewrite(self, match: Match) -> Plan:
+        return joined_pieces(match.reading(Reading, "merge").node)
+
+
+class JoinedPages(JoinedPieces):
+    """The same once contexts are read through block tables."""
+
+    name = "merge_attention_pages"
+    stage = "context"
+    after = ("paged_context",)
+    accepts = (Case("halves of a table", cases.Pages, WHOLE),)
+
+
 def _rounded(found: Merge) -> Node:
     """The merge after its rounding to the dtype of the parts, if nothing reads it in the dtype of the sum."""
-    (first, *others) = found.node.users
-    dtypes = {out.dtype for out in found.outs}
-    return first if not others and first.target in CASTS and dtypes == {first.meta["val"].dtype} else found.node
+    readers, dtypes = [*found.node.users], {out.dtype for out in found.outs}
+    is_rounded = len(readers) == 1 and readers[0].target in CASTS
+    return readers[0] if is_rounded and dtypes == {readers[0].meta["val"].dtype} else found.node
 
 
 def _choices(found: Merge) -> Iterator[Node]:
