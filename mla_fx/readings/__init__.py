@@ -25,6 +25,7 @@ written_alike.py sizes that are equal because rows of the one are written at pos
 rms_norm.py, rope.py, softmax.py, attention.py, cache_update.py   the pieces of MLA
 index_scores.py, selection.py   how an indexer scores keys, and which keys a query chose
 arithmetic.py, merged_parts.py  formulas that are evaluated instead of matched, and merges of attention in parts
+pieces.py        neighbouring slices of one value
 
 An axis never changes. A reader uses everything that an element carries (factor, dtypes it was rounded to, every axis),
 or refuses with `NoMatch`, the only exception that readings raise.

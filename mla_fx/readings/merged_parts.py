@@ -138,6 +138,11 @@ class _Points:
         found = _Points(self.read, self.place, self.outs, [self.lses[pair] for pair in pairs], self.node)
         if not _is_close(found._value(outs, lses), _merged(outs, lses)):
             raise NoMatch("more than the parts times their shares is added", self.node)
+        for part in range(len(outs)):
+            unknown = outs.clone()
+            unknown[part] = torch.nan
+            if not found._value(unknown, lses)[shares[pairs[part]] > 0].isnan().all():
+                raise NoMatch("NaN of a part is replaced, whatever it comes from", self.node)
         return found
 
     def is_blank(self, part: int) -> bool:

@@ -6,6 +6,7 @@ from torch.fx import Node
 
 from .axes import Index, fresh, of_axis
 from .element import Element, resolve
+from .same_value import same_value
 from .sizes import plain
 from .views import fresh_index, shape_of
 
@@ -21,12 +22,15 @@ def are_neighbours(one: Node, other: Node, dim: int) -> bool:
     if axis is None or sizes.pop(dim) != axis.size or sizes != others:
         return False
     behind = Index(axis.size) if own.axis is None else of_axis(own.axis, offset=axis.size)
-    return resolve(one, index).renamed({axis: behind}) == resolve(other, (*index[:dim], own, *index[dim + 1 :]))
+    next_one = resolve(other, (*index[:dim], own, *index[dim + 1 :]))
+    return same_value(resolve(one, index).renamed({axis: behind}), next_one)
 
 
 def joined(pieces: list[Node], dim: int) -> Place:
     """The element of all of them, at an index of the whole. Each is the neighbour of the one before it."""
     index = fresh_index(pieces[0])
+    if len(pieces) == 1:
+        return resolve(pieces[0], index), index
     axis, total = index[dim].axis, fresh(plain(sum(shape_of(piece)[dim] for piece in pieces)))
     assert axis is not None, "a piece that has a neighbour has several positions"
     return resolve(pieces[0], index).renamed({axis: total}), (*index[:dim], total, *index[dim + 1 :])
@@ -37,4 +41,4 @@ def is_same(one: Node | None, other: Node | None) -> bool:
     if one is None or other is None or shape_of(one) != shape_of(other):
         return one is other
     index = fresh_index(one)
-    return resolve(one, index) == resolve(other, index)
+    return same_value(resolve(one, index), resolve(other, index))

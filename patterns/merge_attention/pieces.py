@@ -146,14 +146,25 @@ def _attention(chain: Sequence[_Part]) -> tuple[Node | Expression, Node | Expres
 
 def _joined(chain: Sequence[_Part]) -> tuple[Expression, Expression]:
     calls = [part.call for part in chain if part.call is not None]
-    given: dict[str, Node | Expression | None] = dict(positional(calls[0]))
-    for name in _pieces(positional(calls[0])):
-        element, index = joined([named_argument(call, name) for call in calls], 1)
-        given[name] = tensor(element, [axes(part, "a dimension", calls[0]) for part in index])
+    first = positional(calls[0])
+    moved = _pieces(first)
+    given: dict[str, Expression | None] = {
+        name: _operand([named_argument(call, name) for call in calls] if name in moved else [value])
+        for name, value in first.items()
+    }
     given.update(mask=_mask(calls), context_lens=None)
     call = Call(calls[0].target, *given.values(), **_options(calls[0]))
     out, lse = (Call(operator.getitem, call, place) for place in (0, 1))
     return _as_read(chain[0].out, out), _as_read(chain[0].lse, lse)
+
+
+def _operand(pieces: list[Node | None]) -> Expression | None:
+    """One operand, of its pieces along the context or of a single value."""
+    nodes = [piece for piece in pieces if piece is not None]
+    if not nodes:
+        return None
+    element, index = joined(nodes, 1)
+    return tensor(element, [axes(part, "a dimension", nodes[0]) for part in index])
 
 
 def _as_read(old: Node, new: Expression) -> Expression:

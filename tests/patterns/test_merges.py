@@ -2,6 +2,7 @@
 mode, NaN or zero. Near twins are refused by name."""
 
 import functools
+import itertools
 import warnings
 
 import pytest
@@ -177,12 +178,14 @@ def far_apart(outs, lses):
 
 PARTS = "expected 2 to 16 parts of attention, each with a logarithm"
 ADDED = "more than the parts times their shares is added"
+REPLACED = "NaN of a part is replaced, whatever it comes from"
 SHARES = "parts are not weighted by the shares that their logarithms give them"
 TWINS = {
     "the first as if it were the largest": (of_the_first, SHARES),
     "logarithms that are bounded": (clamped, SHARES),
     "one weight for all": (lambda outs, lses: sum(outs) * lses[0].exp().unsqueeze(-1), PARTS),
     "a square": (lambda outs, lses: by_softmax([out * out for out in outs], lses), ADDED),
+    "NaN replaced": (lambda outs, lses: by_softmax([out.nan_to_num(0) for out in outs], lses), REPLACED),
     "a part twice": (lambda outs, lses: by_softmax((outs[0], outs[0]), lses), PARTS),
     "in base two": (lambda outs, lses: by_softmax(outs, [lse * 0.6931471805599453 for lse in lses]), SHARES),
 }
@@ -213,3 +216,121 @@ def same(merge, given):
     found, report = compiled(Merged(merge), given)
     torch.testing.assert_close(found, Merged(merge)(*given), rtol=1e-9, atol=1e-10, equal_nan=True)
     return report
+
+
+# --- neighbouring pieces of one context ------------------------------------------------------------------------------
+
+
+class Pieces(nn.Module):
+    """Attention to rows `bounds[0]` to `bounds[1]`, `bounds[1]` to `bounds[2]`, and so on, merged."""
+
+    def __init__(self, hidden="", bounds=(0, 8, 16, 24), merge=one_by_one):
+        super().__init__()
+        self.hidden, self.bounds, self.merge = hidden, bounds, merge
+
+    def forward(self, query, query_rope, kv_cache, kr_cache, mask, lengths):
+        parts = [
+            self.part(query, query_rope, *self.rows(kv_cache, kr_cache, first, last), mask, lengths, first, last)
+            for first, last in itertools.pairwise(self.bounds)
+        ]
+        return self.merge(*zip(*parts, strict=True))
+
+    def rows(self, kv_cache, kr_cache, first, last):
+        return kv_cache[:, first:last], kr_cache[:, first:last], None
+
+    def part(self, query, query_rope, latents, keys, table, mask, lengths, first, last):
+        own = {"bool": mask[..., first:last] > -1, "added": mask[..., first:last]}.get(self.hidden)
+        if self.hidden == "added, some":
+            own = mask[..., first:last] if first else None
+        lengths = lengths - first if self.hidden == "lengths" else None
+        given = query, query_rope, latents, keys, own, lengths, None, table
+        return torch.ops.mla_fx.latent_attention.with_lse(*given, scale=0.3)
+
+
+class Paged(Pieces):
+    BLOCK = 4
+
+    def rows(self, kv_cache, kr_cache, first, last):
+        table = torch.arange(kv_cache.shape[0] * kv_cache.shape[1] // self.BLOCK).flip(0).view(kv_cache.shape[0], -1)
+        pages = (cache.reshape(-1, self.BLOCK, cache.shape[-1]) for cache in (kv_cache, kr_cache))
+        return *pages, table[:, first // self.BLOCK : last // self.BLOCK]
+
+
+class Strided(Pieces):
+    def rows(self, kv_cache, kr_cache, first, last):
+        return kv_cache[:, ::2][:, first:last], kr_cache[:, ::2][:, first:last], None
+
+
+class Twisted(Pieces):
+    """Rotary keys of the pieces in the opposite order."""
+
+    def rows(self, kv_cache, kr_cache, first, last):
+        return kv_cache[:, first:last], kr_cache[:, 24 - last : 24 - first], None
+
+
+class Doubled(Pieces):
+    """The later piece has another query."""
+
+    def part(self, query, *rest):
+        return super().part(query if rest[-2] == 0 else query * 2, *rest)
+
+
+def rows(dtype=torch.float64):
+    draw = torch.Generator().manual_seed(2)
+    sizes = (B, S, N, C), (B, S, N, 6), (B, 24, C), (B, 24, 6), (B, 1, S, 24)
+    *given, mask = (torch.randn(size, generator=draw, dtype=torch.float64).to(dtype) for size in sizes)
+    mask[1, ..., :8], mask[2, ..., 8:] = -torch.inf, -torch.inf
+    return *given, mask, torch.tensor([24, 9, 2, 0])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("hidden", ["", "bool", "added", "lengths"])
+@pytest.mark.parametrize("kind", [Pieces, Paged])
+def test_neighbouring_pieces_are_one_context(kind, hidden, dynamic):
+    module, given = kind(hidden), rows()
+    torch._dynamo.reset()
+    run = torch.compile(module, backend=mla_fx.get_backend(target="reference"), dynamic=dynamic)
+    with torch.no_grad():
+        torch.testing.assert_close(run(*given), module(*given), rtol=1e-9, atol=1e-10)
+    assert mla_fx.last_report().fused == {"latent_attention": 1}, str(mla_fx.last_report())
+
+
+@pytest.mark.parametrize(
+    "module, left",
+    [
+        (Pieces(bounds=(0, 8, 12, 24)), 1),
+        (Pieces(bounds=(3, 8, 24)), 1),
+        (Strided("lengths", bounds=(0, 4, 12)), 1),
+        (Twisted(), 3),
+        (Doubled(), 2),
+        (Pieces("added, some"), 2),
+    ],
+    ids=["unlike sizes", "not all rows", "every second row", "other rotary keys", "another query", "other masks"],
+)
+def test_pieces_and_their_twins(module, left):
+    given = rows()
+    found, report = compiled(module, given)
+    torch.testing.assert_close(found, module(*given), rtol=1e-9, atol=1e-10)
+    merged = {} if left == 1 else {"merge_attention": 1}
+    assert report.fused == {"latent_attention": left, **merged}, str(report)
+
+
+def test_pieces_that_are_dropped_if_they_are_not_numbers():
+    """NaN in one of them must not reach the others."""
+    given = rows()
+    given[2][0, 9] = torch.nan
+    found, report = compiled(Pieces(merge=guarded), given)
+    assert report.fused == {"latent_attention": 3, "merge_attention": 1}, str(report)
+    torch.testing.assert_close(found, Pieces(merge=guarded)(*given), rtol=1e-9, atol=1e-10)
+    assert found.isfinite().all()
+
+
+def test_pieces_whose_logarithms_are_read():
+    """They would be computed twice."""
+
+    def merge(outs, lses):
+        return one_by_one(outs, lses), lses[0]
+
+    found, report = compiled(Pieces("bool", merge=merge), rows())
+    assert report.fused == {"latent_attention": 3, "merge_attention": 1}, str(report)
+    torch.testing.assert_close(found, Pieces("bool", merge=merge)(*rows()), rtol=1e-9, atol=1e-10)
