@@ -2,9 +2,9 @@
 
     lse = log(sum(exp(lses))),  out = sum(exp(lses - lse) * outs)
 
-The parts are attention that was fused together with its logarithms, or what other processes computed and sent. Shares
-may be written in any way, for all parts at once or two at a time: a chain of merges becomes one. Guards differ: what a
-program gives to rows that a part, or all parts, do not see stays what it is.
+The parts are attention that was fused together with its logarithms. Shares may be written in any way, for all parts at
+once or two at a time: a chain of merges becomes one. Guards differ: what a program gives to rows that a part, or all
+parts, do not see stays what it is.
 """
 
 from __future__ import annotations
