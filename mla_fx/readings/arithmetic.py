@@ -38,15 +38,15 @@ SMOOTH = frozenset(
         *EXPONENTIALS, aten.log.default, aten.log2.default, aten.log1p.default, aten.expm1.default, aten.add.Tensor,
         aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.reciprocal.default,
         aten.sigmoid.default, aten.lerp.Tensor, aten.maximum.default, aten.minimum.default, aten.abs.default,
-        aten.logaddexp.default, aten.logaddexp2.default,
+        aten.logaddexp.default, aten.logaddexp2.default, aten.addcmul.default,
     }
 )  # fmt: skip
 GUARDS = frozenset(
     {
         *MASKED_FILL, aten.where.self, aten.nan_to_num.default, aten.isnan.default, aten.isinf.default,
-        aten.isfinite.default, aten.logical_or.default, aten.logical_and.default, aten.logical_not.default,
-        aten.bitwise_or.Tensor, aten.bitwise_and.Tensor, aten.bitwise_not.default, aten.clamp.default,
-        aten.clamp_min.default,
+        aten.isneginf.default, aten.isposinf.default, aten.isfinite.default, aten.logical_or.default,
+        aten.logical_and.default, aten.logical_not.default, aten.bitwise_or.Tensor, aten.bitwise_and.Tensor,
+        aten.bitwise_not.default, aten.clamp.default, aten.clamp_min.default,
     }
 )  # fmt: skip
 REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.amax.default, aten.logsumexp.default})
@@ -57,7 +57,8 @@ KEEP_SIGNS = frozenset(
         aten.clamp_min.default, aten.nan_to_num.default, *MASKED_FILL,
     }
 )  # fmt: skip
-STEPS = SMOOTH | GUARDS | TESTS | REDUCTIONS | SOFTMAX
+FIRST_OF_SEVERAL = frozenset({aten.max.dim, aten.log_sigmoid_forward.default})
+STEPS = SMOOTH | GUARDS | TESTS | REDUCTIONS | SOFTMAX | FIRST_OF_SEVERAL
 
 Step = Callable[..., Tensor]
 
@@ -139,11 +140,17 @@ class Arithmetic:
             return self._add(lambda *values: _reduce(node.target, _stacked(values)), terms)
         if node.target in SOFTMAX:
             return self._share(plain)
-        if node.target is operator.getitem and args_of(node)[1] == 0 and args_of(node)[0].target is aten.max.dim:
-            source, index, over = reduced(args_of(node)[0], plain.index)
-            axis = _few(over)
-            return None if axis is None else self._add(_largest, self._terms(resolve(source, index), axis))
+        if node.target is operator.getitem and args_of(node)[1] == 0:
+            return self._first_of(args_of(node)[0], plain)
         return self._product(plain) if node.target in PRODUCTS else None
+
+    def _first_of(self, call: Node, plain: Element) -> int | None:
+        """The first result of a call that returns several."""
+        if call.target is aten.log_sigmoid_forward.default:
+            return self._add(torch.nn.functional.logsigmoid, [self.read(operand(args_of(call)[0], plain.index))])
+        source, index, over = reduced(call, plain.index) if call.target is aten.max.dim else (call, (), ())
+        axis = _few(over)
+        return None if axis is None else self._add(_largest, self._terms(resolve(source, index), axis))
 
     def _terms(self, element: Element, axis: Axis) -> list[int]:
         return [self.read(element.at({axis: Index(number)})) for number in range(int(axis.size))]

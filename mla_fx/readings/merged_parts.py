@@ -20,9 +20,10 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import unset_fake_temporarily
+from mla_fx.ops.emitted.merge_attention import MOST_PARTS
 
 from .arithmetic import Arithmetic, is_step
-from .axes import Index
+from .axes import Axis, Index
 from .calls import CASTS
 from .element import Element, computed_from, computed_with, resolve
 from .reading import Reading
@@ -31,7 +32,6 @@ from .views import MOVERS, fresh_index
 aten = torch.ops.aten
 
 MOVES = frozenset({*MOVERS, *CASTS, aten.cat.default, operator.getitem})
-MOST_PARTS = 16
 SCALES = (1.0, 1.0, 30.0, 1e3, 1e6, 1e20, 3e38)  # of logarithms: masks of the lowest number make huge ones
 POINTS = 8 * len(SCALES)
 CLOSE = 1e-11
@@ -40,7 +40,8 @@ SUBSETS = 64
 
 @dataclass(frozen=True)
 class Merge(Reading):
-    """Parts `outs` with logarithms `lses`, merged at `index` of `node`. Its last dimension are the columns of `outs`.
+    """Parts `outs` with logarithms `lses`, merged at `index` of `node`. Its last dimension of several elements are the
+    columns of `outs`.
 
     A row that a part does not see has minus infinity there. Such a part adds nothing if it is in `skips`, whatever its
     attention is, else zero times that; the row is NaN if it is in `blanks`. Rows that no part sees are NaN if
@@ -97,7 +98,7 @@ def merge(node: Node) -> Merge:
     index = fresh_index(node)
     read = Arithmetic()
     place = read.read(resolve(node, index))
-    columns = index[-1].axes if index else frozenset()
+    columns: frozenset[Axis] = next((part.axes for part in reversed(index) if part.axes), frozenset())
     outs = [leaf for leaf, element in read.leaves.items() if columns & element.axes]
     lses = [leaf for leaf in read.leaves if leaf not in outs]
     if len(outs) != len(lses) or not 2 <= len(outs) <= MOST_PARTS:

@@ -23,10 +23,8 @@ from mla_fx.rule.indices import axes
 from mla_fx.rule.operands import Call, Expression, Inlined, replacing, result, tensor
 from mla_fx.rule.readings import (
     CASTS,
-    Element,
     Merge,
     Reading,
-    args_of,
     computed_between,
     merge_before,
     merges,
@@ -34,7 +32,7 @@ from mla_fx.rule.readings import (
 )
 
 from . import cases
-from .pieces import WITH_LSE, feeds_alone, joined_pieces
+from .pieces import WITH_LSE, call_of, feeds_alone, joined_pieces
 
 aten, fused = torch.ops.aten, torch.ops.mla_fx
 CHOICES = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -65,14 +63,17 @@ class MergeAttention(Rule):
         old = _rounded(found)
         dtype = old.meta["val"].dtype
         wide = torch.promote_types(dtype, torch.float32)
-        dims = [axes(part, "a dimension of the merge", found.node) for part in found.index]
-        given = [tensor(lse, dims[:-1], dtype=wide, expand=True) for lse in found.lses]
+        every = [axes(part, "a dimension of the merge", found.node) for part in found.index]
+        *rows, columns = filter(None, every)
+        dims = [*rows, columns]
+        given = [tensor(lse, rows, dtype=wide, expand=True) for lse in found.lses]
         lses = [Inlined(_cleaned, (lse,)) if part in found.cleans else lse for part, lse in enumerate(given)]
         outs: list[Expression] = []
         for part, out in enumerate(found.outs):
             value = tensor(out, dims, dtype=dtype, expand=True)
-            is_number = part not in found.cleans and _is_zero_where_blind(out, found.lses[part])
-            outs.append(value if part not in found.skips or is_number else Inlined(_seen, (value, lses[part])))
+            # rows that see no key are zero in a result of attention
+            is_zero = part not in found.cleans and call_of(out, found.lses[part]) is not None
+            outs.append(value if part not in found.skips or is_zero else Inlined(_seen, (value, lses[part])))
         call = Call(fused.merge_attention.default, outs, lses)
         merged: Expression = Call(operator.getitem, call, 0)
         for part in found.blanks:
@@ -121,15 +122,6 @@ def _choices(found: Merge) -> Iterator[Node]:
     """The calls that choose between numbers and round none."""
     between = computed_between(found.node, {out.origin for out in found.outs})
     return (call for call in between if call.target in CHOICES and not narrows(call))
-
-
-def _is_zero_where_blind(out: Element, lse: Element) -> bool:
-    """Whether one call of attention returns both: a row that sees no key gives zeros there."""
-    results = [element.origin for element in (out, lse)]
-    if any(node.target is not operator.getitem for node in results):
-        return False
-    (call, first), (other, second) = (args_of(node) for node in results)
-    return call is other and call.target in WITH_LSE and (first, second) == (0, 1)
 
 
 def _cleaned(lse: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from mla_fx.rule import NoMatch, Plan
 from mla_fx.rule.indices import axes, fresh_index, resolve
 from mla_fx.rule.operands import Call, Cast, Expression, Inlined, Replacement, result, tensor
 from mla_fx.rule.readings import (
+    Element,
     are_neighbours,
     args_of,
     computed_from,
@@ -55,7 +56,8 @@ class _Part:
 
 def joined_pieces(merge: Node) -> Plan:
     """The plan that attends to neighbouring pieces at once. Raises NoMatch if no two are."""
-    parts = [_Part(out, lse, _call(out, lse)) for out, lse in zip(*args_of(merge), strict=True)]
+    pairs = zip(*args_of(merge), strict=True)
+    parts = [_Part(out, lse, call_of(element_of(out), element_of(lse))) for out, lse in pairs]
     chains = _chains(parts)
     if len(chains) == len(parts):
         raise NoMatch("no two parts are neighbouring pieces of one context", merge)
@@ -78,11 +80,11 @@ def feeds_alone(merge: Node) -> bool:
     return before.issuperset(computed_with(calls, lambda node: node is merge or node not in before))
 
 
-def _call(out: Node, lse: Node) -> Node | None:
-    results = [element_of(node) for node in (out, lse)]
-    if any(one.origin.target is not operator.getitem or one.factor != 1.0 for one in results):
+def call_of(out: Element, lse: Element) -> Node | None:
+    """The call of attention that returns both, if one does."""
+    if any(one.origin.target is not operator.getitem or one.factor != 1.0 for one in (out, lse)):
         return None
-    (call, first), (other, second) = (args_of(one.origin) for one in results)
+    (call, first), (other, second) = (args_of(one.origin) for one in (out, lse))
     return call if call is other and call.target in WITH_LSE and (first, second) == (0, 1) else None
 
 

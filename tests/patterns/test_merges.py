@@ -9,6 +9,7 @@ import pytest
 import torch
 from lib.layers import QUIET
 from torch import nn
+from torch.nn.functional import logsigmoid
 
 import mla_fx
 
@@ -104,6 +105,47 @@ def one_by_one(outs, lses):
     return out
 
 
+def by_sigmoids(outs, lses):
+    """As ring attention does it."""
+    out, lse = outs[0], lses[0].unsqueeze(-1)
+    for other, own in zip(outs[1:], lses[1:], strict=True):
+        own = own.unsqueeze(-1)
+        out, lse = out - (own - lse).sigmoid() * (out - other), lse - logsigmoid(lse - own)
+    return out
+
+
+def by_last_dimension(outs, lses):
+    shares = torch.stack(lses, -1).softmax(-1)
+    return (shares.unsqueeze(-2) @ torch.stack(outs, -2)).squeeze(-2)
+
+
+def by_product_from_the_left(outs, lses):
+    return torch.einsum("pbsnc,pbsn->bsnc", torch.stack(outs), torch.stack(lses).softmax(0))
+
+
+def in_place(outs, lses):
+    whole, total = torch.stack(lses).logsumexp(0), torch.zeros_like(outs[0])
+    for out, lse in zip(outs, lses, strict=True):
+        total += out * (lse - whole).exp().unsqueeze(-1)
+    return total
+
+
+def multiplied_and_added(outs, lses):
+    shares = torch.stack(lses).softmax(0).unsqueeze(-1)
+    total = outs[0] * shares[0]
+    for out, share in zip(outs[1:], shares[1:], strict=True):
+        total = torch.addcmul(total, out, share)
+    return total
+
+
+def no_sum_is_zero(outs, lses):
+    largest = torch.stack(lses).max(0).values
+    largest = torch.where(torch.isneginf(largest), 0.0, largest)
+    weights = (torch.stack(lses) - largest).exp()
+    total = weights.sum(0)
+    return (torch.stack(outs) * (weights / torch.where(total == 0, 1.0, total)).unsqueeze(-1)).sum(0)
+
+
 def gated(outs, lses):
     return by_softmax(outs, lses) * outs[0].sigmoid()
 
@@ -114,7 +156,8 @@ def of_heads_first(outs, lses):
 
 SPELLINGS = [
     by_softmax, by_product, by_maximum, by_logaddexp, without_nan, in_base_two, guarded, one_by_one, gated,
-    of_heads_first,
+    of_heads_first, by_sigmoids, by_last_dimension, by_product_from_the_left, in_place, multiplied_and_added,
+    no_sum_is_zero,
 ]  # fmt: skip
 
 
