@@ -162,7 +162,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("is_blank", [False, True])
-@pytest.mark.parametrize("count", [2, 3, 16])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 16))])
 @pytest.mark.parametrize("merge", SPELLINGS)
 def test_spellings(merge, count, is_blank):
     module, given = Merged(merge, count, is_blank=is_blank), arguments(parts=max(count, 3))
