@@ -106,7 +106,7 @@ def one_by_one(outs, lses):
 
 
 def by_sigmoids(outs, lses):
-    """As ring attention does it."""
+    """Ring attention."""
     out, lse = outs[0], lses[0].unsqueeze(-1)
     for other, own in zip(outs[1:], lses[1:], strict=True):
         own = own.unsqueeze(-1)
@@ -161,7 +161,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_blank", [False, True])
+@pytest.mark.parametrize("is_blank", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 16))])
 @pytest.mark.parametrize("merge", SPELLINGS)
 def test_spellings(merge, count, is_blank):
@@ -326,7 +326,7 @@ def rows(dtype=torch.float64):
     return *given, mask, torch.tensor([24, 9, 2, 0])
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hidden", ["", "bool", "added", "lengths"])
 @pytest.mark.parametrize("kind", [Pieces, Paged])
 def test_neighbouring_pieces_are_one_context(kind, hidden, dynamic):
