@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import Case
+from mla_fx.ops.common.math import nan_where_blind
 from mla_fx.rule import Match, NearestMiss, Plan, Rule
 from mla_fx.rule.indices import axes
 from mla_fx.rule.operands import Call, Expression, Inlined, replacing, result, tensor
@@ -77,9 +78,9 @@ class MergeAttention(Rule):
         call = Call(fused.merge_attention.default, outs, lses)
         merged: Expression = Call(operator.getitem, call, 0)
         for part in found.blanks:
-            merged = Inlined(_blank, (merged, given[part]))
+            merged = Inlined(nan_where_blind, (merged, given[part]))
         if found.blank_if_empty and not found.blanks:
-            merged = Inlined(_blank, (merged, Call(operator.getitem, call, 1)))
+            merged = Inlined(nan_where_blind, (merged, Call(operator.getitem, call, 1)))
         return Plan(replacing(old, found.index, result(merged, dims)), exact=_choices(found))
 
 
@@ -130,7 +131,3 @@ def _cleaned(lse: Tensor) -> Tensor:
 
 def _seen(out: Tensor, lse: Tensor) -> Tensor:
     return torch.where((lse == -torch.inf).unsqueeze(-1), 0.0, out)
-
-
-def _blank(out: Tensor, lse: Tensor) -> Tensor:
-    return torch.where((lse == -torch.inf).unsqueeze(-1), torch.nan, out)

@@ -36,6 +36,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import Case, Layer, NoRotaryPart
 from mla_fx.ops.common.absorption import absorb_query, expand_output
+from mla_fx.ops.common.math import nan_where_blind
 from mla_fx.rule import (
     AttentionPattern,
     Match,
@@ -93,7 +94,7 @@ from mla_fx.rule.readings import (
 
 from . import cases
 from .factors import attention_factors
-from .sums import log_sum_exps, nan_where_blind
+from .sums import log_sum_exps
 
 aten, fused = torch.ops.aten, torch.ops.mla_fx
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache", "b t c"), var("weight_uk", "n e c"), var("weight_uv", "n v c")

@@ -13,9 +13,6 @@ of parts drop such rows or not.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from mla_fx.rule import NoMatch
 from mla_fx.rule.readings import Attention, LogSumExp, log_sum_exp, logarithms
 
@@ -35,9 +32,3 @@ def log_sum_exps(found: Attention) -> list[LogSumExp]:
     if not read:
         raise NoMatch("no logarithm of a sum is computed from the scores of this attention alone", found.node)
     return read
-
-
-def nan_where_blind(value: Tensor, lse: Tensor) -> Tensor:
-    """[B,S,N] or [B,S,N,C], and the logarithms [B,S,N] of sums: NaN for rows that see no key."""
-    blind = lse == -torch.inf
-    return torch.where(blind if value.dim() == 3 else blind.unsqueeze(-1), torch.nan, value)

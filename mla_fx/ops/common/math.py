@@ -95,3 +95,9 @@ def check_rope(width: int, layout: str, letters: str, sizes: tuple[int, ...], **
     for name, table in tables.items():
         if table is not None:
             check_shape(name, table, letters, sizes, broadcast=len(sizes) > 2)
+
+
+def nan_where_blind(value: Tensor, lse: Tensor) -> Tensor:
+    """[...] or [..., C], and the logarithms [...] of sums: NaN for rows that see no key."""
+    blind = lse == -torch.inf
+    return torch.where(blind if value.dim() == lse.dim() else blind.unsqueeze(-1), torch.nan, value)
