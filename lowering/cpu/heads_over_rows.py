@@ -38,12 +38,14 @@ def attend(a: Arguments) -> Tensor:
 
 def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same as the expanded form of mla_attention.with_lse, whose logarithms leave out sinks."""
-    a, (out, lse) = unpaged(a), mla_attention_with_lse.fake(a)
-    a = replace(a, mask=None if a.mask is None else aligned(a.mask, rows_first=False))
-    weight = _one_weight(a.weight_uk, a.weight_uv)
-    heads, width = weight.shape[:2]
+    a, weight = unpaged(a), _one_weight(a.weight_uk, a.weight_uv)
+    a = a if a.mask is None else replace(a, mask=aligned(a.mask, rows_first=False))
+    batch, (heads, width) = a.q_nope.shape[0], weight.shape[:2]
     of_head = max(1, a.kv_cache.shape[1] * width)
-    for first, last in parts(out.shape[0], max(1, EXPANDED // max(1, of_head * heads))):
+    if of_head * heads * batch <= EXPANDED:
+        return _of_heads(_up_to_last_key(a), weight)  # whole: cutting takes as long as a small call
+    out, lse = mla_attention_with_lse.fake(a)
+    for first, last in parts(batch, max(1, EXPANDED // (of_head * heads))):
         some = _up_to_last_key(of_sequences(a, slice(first, last)))
         for first_head, last_head in parts(heads, max(1, EXPANDED // of_head)):
             own = slice(first_head, last_head)
@@ -65,6 +67,8 @@ def _one_weight(weight_uk: Tensor, weight_uv: Tensor) -> Tensor:
 def _up_to_last_key(a: Arguments) -> Arguments:
     """The same without the keys that no row sees behind the last one that is seen."""
     end = _end(a)
+    if end == a.kv_cache.shape[1]:
+        return a
     kr_cache = None if a.kr_cache is None else a.kr_cache[:, :end]
     mask = None if a.mask is None else a.mask[..., :end]
     return replace(a, kv_cache=a.kv_cache[:, :end], kr_cache=kr_cache, mask=mask)
