@@ -6,6 +6,7 @@ though nothing was recognised."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import count_fused
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.readings.attention import anchors
+from mla_fx.readings.merged_sums import weights
 
 aten = torch.ops.aten
 
@@ -50,7 +52,7 @@ def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     """Note in the report what the graph contains, and what prevents fusion in a graph that may contain MLA.
 
     Returns whether there is anything for the patterns or a target to work on."""
-    first = next(anchors(graph), None)
+    first = next(itertools.chain(anchors(graph), weights(graph)), None)
     has_own_calls = bool(count_fused(graph))
     hindrances = [] if is_inference else [TRAINING]
     calls = [(called(node), node) for node in graph.nodes]

@@ -20,11 +20,11 @@ from mla_fx.graph.provenance import name_of
 from mla_fx.readings.integers import COMPARISONS, IntegerSum, excess, opposite
 
 from .algebra import complemented
-from .attention import Mask, Masked
 from .axes import Axis, Index, composite, shifted, subtract
 from .calls import CASTS, args_of, argument
 from .constant import FILLED, FILLS, constant, rounded
 from .element import Element, operand
+from .logits import Mask, Masked
 from .sizes import Size, at_most, plain, product
 from .softmax import MASKED_FILL, NOT
 from .views import integer

@@ -13,12 +13,12 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
 from .algebra import allowance, as_product
-from .attention import Mask, logits
 from .axes import Axis, Index
 from .bounds import Bounds, bounded
 from .calls import args_of, argument
 from .contraction import Contraction, contraction
 from .element import Element, operand, resolve
+from .logits import Mask, logits
 from .reading import Reading
 from .views import fresh_index
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 MOVES = frozenset({*MOVERS, *CASTS, aten.cat.default, operator.getitem})
 SCALES = (1.0, 1.0, 30.0, 1e3, 1e6, 1e20, 3e38)  # of logarithms: masks of the lowest number make huge ones
-POINTS = 8 * len(SCALES)
+EACH = 8  # points of a scale
 CLOSE = 1e-11
 SUBSETS = 64
 
@@ -70,13 +70,13 @@ def merges(calls: Iterable[Node]) -> Iterator[Node]:
             yield node
 
 
-def merge_before(node: Node) -> Merge:
+def merge_before(node: Node, read: Callable[[Node], Merge] | None = None) -> Merge:
     """The nearest merge among a value and those that arithmetic computes it from: a gate may follow a merge. Raises
     NoMatch with the reason, the one of the nearest that has as many parts as logarithms."""
     misses = list[NoMatch]()
     for found in filter(is_step, _before(node)):
         try:
-            return merge(found)
+            return (read or merge)(found)
         except NoMatch as miss:
             misses.append(miss)
     raise next((miss for miss in misses if miss.reason != NO_PARTS), misses[0])
@@ -93,10 +93,11 @@ def _before(node: Node) -> Iterator[Node]:
 NO_PARTS = f"expected 2 to {MOST_PARTS} parts of attention, each with a logarithm"
 
 
-def merge(node: Node) -> Merge:
-    """Read a value as a merge. Raises NoMatch with the reason if it is none."""
+def merge(node: Node, read: Arithmetic | None = None, scales: Sequence[float] = SCALES) -> Merge:
+    """Read a value as a merge, by arithmetic on logarithms of these scales. Raises NoMatch with the reason if it is
+    none."""
     index = fresh_index(node)
-    read = Arithmetic()
+    read = Arithmetic() if read is None else read
     place = read.read(resolve(node, index))
     columns: frozenset[Axis] = next((part.axes for part in reversed(index) if part.axes), frozenset())
     outs = [leaf for leaf, element in read.leaves.items() if columns & element.axes]
@@ -104,7 +105,7 @@ def merge(node: Node) -> Merge:
     if len(outs) != len(lses) or not 2 <= len(outs) <= MOST_PARTS:
         raise NoMatch(NO_PARTS, node)
     with unset_fake_temporarily():
-        points = _Points(read, place, outs, lses, node).paired()
+        points = _Points(read, place, outs, lses, node, _drawn(len(outs), scales)).paired()
         count = range(len(outs))
         blanks = frozenset(filter(points.is_blank, count))
         skips = frozenset(part for part in count if part not in blanks and points.skips(part))
@@ -123,10 +124,12 @@ class _Points:
     outs: list[int]
     lses: list[int]
     node: Node
+    drawn: tuple[Tensor, Tensor]
+    """Attention and logarithms, [parts, points] each."""
 
     def paired(self) -> _Points:
         """The same with the logarithm of each part in its place. Raises NoMatch if the value is no merge."""
-        outs, lses = _drawn(len(self.outs))
+        outs, lses = self.drawn
         shares = lses.softmax(0)
         pairs = list[int]()
         for part in range(len(outs)):
@@ -136,7 +139,7 @@ class _Points:
             pairs += [place for place, share in enumerate(shares) if _is_close(weight, share)][:1]
         if sorted(pairs) != list(range(len(outs))):
             raise NoMatch("parts are not weighted by the shares that their logarithms give them", self.node)
-        found = _Points(self.read, self.place, self.outs, [self.lses[pair] for pair in pairs], self.node)
+        found = replace(self, lses=[self.lses[pair] for pair in pairs])
         if not _is_close(found._value(outs, lses), _merged(outs, lses)):
             raise NoMatch("more than the parts times their shares is added", self.node)
         for part in range(len(outs)):
@@ -185,13 +188,13 @@ class _Points:
         return True
 
     def _is_left_out(self, parts: Iterable[int], value: Tensor) -> bool:
-        outs, lses = _drawn(len(self.outs))
+        outs, lses = self.drawn
         kept = [part for part in range(len(outs)) if part not in parts]
         return _is_close(value, _merged(outs[kept], lses[kept]))
 
     def _where(self, parts: Iterable[int], lse: float, out: float) -> Tensor:
         """The value where some parts have this logarithm and this attention."""
-        outs, lses = _drawn(len(self.outs))
+        outs, lses = map(torch.clone, self.drawn)
         outs[list(parts)], lses[list(parts)] = out, lse
         return self._value(outs, lses)
 
@@ -200,12 +203,12 @@ class _Points:
         return self.read.value(self.place, given)
 
 
-def _drawn(parts: int) -> tuple[Tensor, Tensor]:
-    """Attention and logarithms, [parts, POINTS] each, always the same."""
+def _drawn(parts: int, scales: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Points at random, always the same."""
     draw = torch.Generator().manual_seed(0)
-    outs = torch.randn(parts, POINTS, generator=draw, dtype=torch.float64)
-    lses = 2 * torch.rand(parts, POINTS, generator=draw, dtype=torch.float64) - 1
-    return outs, lses * torch.tensor(SCALES, dtype=torch.float64).repeat(POINTS // len(SCALES))
+    outs = torch.randn(parts, EACH * len(scales), generator=draw, dtype=torch.float64)
+    lses = 2 * torch.rand(parts, EACH * len(scales), generator=draw, dtype=torch.float64) - 1
+    return outs, lses * torch.tensor(scales, dtype=torch.float64).repeat(EACH)
 
 
 def _merged(outs: Tensor, lses: Tensor) -> Tensor:

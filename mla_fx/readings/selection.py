@@ -23,13 +23,13 @@ from mla_fx.graph.provenance import name_of
 from mla_fx.ops.emitted.tiled_attention import LOWEST
 
 from .algebra import as_sum
-from .attention import Mask
 from .axes import Index, extent
 from .behind import is_product
 from .calls import args_of, argument
 from .causal import BOTH, EITHER, MOST_CONDITIONS, may_hide
 from .constant import constant
 from .element import Element, computed_from, operand
+from .logits import Mask
 from .named_keys import named, names_keys, own_numbers
 from .reading import Reading
 from .sizes import Size, at_most

@@ -262,7 +262,7 @@ def is_peak(peak: Element, logits: Element, axis: Axis) -> bool:
     """Whether `peak` is the maximum of the logits along the softmax axis; any other number may take them out of
     range."""
     factor, peak = _unguarded(peak).apart()
-    largest = _largest(peak.node)
+    largest = largest_of(peak.node)
     if largest is None:
         return False
     source, along = _reduced_along(largest, peak.index, axis)
@@ -321,7 +321,7 @@ def _tests_for_infinity(tested: Element, value: Element) -> bool:
     return number == -math.inf and one == value
 
 
-def _largest(node: Node) -> Node | None:
+def largest_of(node: Node) -> Node | None:
     """The call that computes a node's maxima."""
     if node.target is aten.amax.default:
         return node

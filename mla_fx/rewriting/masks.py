@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.attention import Attention, Mask, Masked, fill_of
+from mla_fx.readings.attention import Attention
 from mla_fx.readings.axes import Axes, Dims, axes
 from mla_fx.readings.causal import CausalByPosition, causal_by_position
 from mla_fx.readings.element import Element, is_coarser
+from mla_fx.readings.logits import Mask, Masked, fill_of
 from mla_fx.readings.sizes import Size, plain, product
 
 from .materialize import tensor

@@ -14,6 +14,7 @@ from mla_fx.rewriting.plan import (
     ByHoisting,
     Call,
     Cast,
+    Computed,
     Expression,
     Inlined,
     Replacement,
@@ -32,7 +33,7 @@ from mla_fx.rewriting.replacement import (
 from mla_fx.rewriting.tables import tables
 
 __all__ = [
-    "ATTENTION", "LATENT_ATTENTION", "PLAIN_ATTENTION", "WITHOUT_LSE", "ByHoisting", "Call", "Cast",
+    "ATTENTION", "LATENT_ATTENTION", "PLAIN_ATTENTION", "WITHOUT_LSE", "ByHoisting", "Call", "Cast", "Computed",
     "Expression", "Inlined", "Replacement", "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined",
     "joined_parts", "known_causal", "lengths", "mask_and_lengths", "mask_operands", "replacing", "result", "tables",
     "tensor", "times",

@@ -5,7 +5,7 @@ from mla_fx.readings.attention import Attention, anchors, attention, weighted_su
 from mla_fx.readings.calls import CASTS, args_of, named_argument, operands_of, options_of, positional
 from mla_fx.readings.codes.dequantised import Dequantised
 from mla_fx.readings.constant import rounded
-from mla_fx.readings.contraction import Contraction, parted_at, segments
+from mla_fx.readings.contraction import PRODUCTS, Contraction, parted_at, segments
 from mla_fx.readings.element import (
     Element,
     computed_between,
@@ -22,6 +22,7 @@ from mla_fx.readings.index_scores import TOPK, IndexScores, has_index_scores, in
 from mla_fx.readings.log_sum_exp import LogSumExp, beside, log_sum_exp, logarithms
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.merged_parts import Merge, merge_before, merges
+from mla_fx.readings.merged_sums import MergedSums, ends_of_sums, merged_sums
 from mla_fx.readings.paged import Paged
 from mla_fx.readings.pieces import are_neighbours, is_same, joined
 from mla_fx.readings.reading import Reading
@@ -33,12 +34,13 @@ from mla_fx.readings.softmax import LOGARITHMS
 from mla_fx.readings.views import seams, shape_of, written_slice
 
 __all__ = [
-    "CASTS", "LOGARITHMS", "TOPK", "Attention", "Contraction", "Dequantised", "Element", "IndexScores", "LogSumExp",
-    "Merge", "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Selection", "Table", "anchors",
-    "are_neighbours", "args_of", "attention", "beside", "choices", "computed_between", "computed_from",
-    "computed_with", "down_projection", "element_of", "has_8_bits", "has_index_scores", "index_scores",
-    "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from", "is_same", "joined", "log_sum_exp",
-    "logarithms", "merge_before", "merges", "named_argument", "narrows", "operands_of", "options_of", "own_part",
-    "parted_at", "positional", "rank", "rms_norm", "rope", "rounded", "same_value", "seams", "seems_chosen",
-    "seems_low_rank", "segments", "selection", "shape_of", "weighted_sum", "written_slice",
+    "CASTS", "LOGARITHMS", "PRODUCTS", "TOPK", "Attention", "Contraction", "Dequantised", "Element", "IndexScores",
+    "LogSumExp", "Merge", "MergedSums", "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Selection", "Table",
+    "anchors", "are_neighbours", "args_of", "attention", "beside", "choices", "computed_between", "computed_from",
+    "computed_with", "down_projection", "element_of", "ends_of_sums", "has_8_bits", "has_index_scores",
+    "index_scores", "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from", "is_same", "joined",
+    "log_sum_exp", "logarithms", "merge_before", "merged_sums", "merges", "named_argument", "narrows",
+    "operands_of", "options_of", "own_part", "parted_at", "positional", "rank", "rms_norm", "rope", "rounded",
+    "same_value", "seams", "seems_chosen", "seems_low_rank", "segments", "selection", "shape_of", "weighted_sum",
+    "written_slice",
 ]  # fmt: skip

@@ -53,15 +53,15 @@ from mla_fx.rule import (
     var,
 )
 from mla_fx.rule.codes import quantised_product, quantised_up_projection, scaled_by
-from mla_fx.rule.indices import Axes, at_most, product
+from mla_fx.rule.indices import Axes, axes, product
 from mla_fx.rule.operands import (
     ByHoisting,
     Call,
     Cast,
+    Computed,
     Expression,
     Inlined,
     Replacement,
-    check_is_causal,
     counts_from_first,
     known_causal,
     mask_operands,
@@ -72,27 +72,30 @@ from mla_fx.rule.operands import (
 )
 from mla_fx.rule.readings import (
     LOGARITHMS,
+    PRODUCTS,
     Attention,
     Element,
     LogSumExp,
+    MergedSums,
     anchors,
     args_of,
     attention,
     beside,
     computed_between,
-    down_projection,
+    computed_from,
     element_of,
+    ends_of_sums,
     is_cached_per_head,
     is_coarser,
-    is_projected_from,
+    merged_sums,
     parted_at,
-    rank,
     seems_low_rank,
     segments,
     weighted_sum,
 )
 
 from . import cases
+from .checks import check_operands, check_rank, columns_of, forms
 from .factors import attention_factors
 from .sums import log_sum_exps
 
@@ -126,7 +129,6 @@ OVER_LATENTS = AttentionPattern(
 
 SCALED_LATER = ("weight_uk", "weight_uv")
 """The scales of quantised weights multiply the query and the result instead: the codes stay as they are stored."""
-SHARED = {"kv_cache": "the latent", "kr_cache": "k_rope"}  # by all heads
 CACHED_EXPANDED = "keys and values are cached expanded, per head: latent attention needs the latents cached"
 ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 
@@ -155,7 +157,9 @@ class MlaAttention(Rule):
         return anchors(graph)
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        found = attention(anchor)
+        return self.matches(attention(anchor), nearest)
+
+    def matches(self, found: Attention, nearest: NearestMiss) -> Iterator[Match]:
         if is_cached_per_head(found.value):
             raise NoMatch(CACHED_EXPANDED, found.value.origin)
         # two products are already the nope and the rope part; a cat inside them belongs to a rotation
@@ -176,11 +180,23 @@ class MlaAttention(Rule):
     def plan(self, match: Match, lses: Sequence[LogSumExp] = ()) -> Plan:
         """`lses` are logarithms of the sums that the softmax divides by, which the operator then returns, too."""
         found = match.reading(Attention, "attention")
-        columns = _columns(match, found)
-        _check_operands(match, found)
+        out, sums, hides = self.attend(match, with_lse=bool(lses))
+        new = replacing(found.node, found.index, out, padding=found.padding)
+
+        def logarithm(lse: LogSumExp) -> Replacement:
+            known = Inlined(nan_where_blind, (sums, sums)) if hides and lse.is_nan else sums
+            return replacing(lse.node, lse.index, result(times(known, 1 / lse.unit), match.dims("b s n")))
+
+        return Plan(new, *map(logarithm, lses), exact=_rounded_once(match, _dtype(match)))
+
+    def attend(self, match: Match, *, with_lse: bool) -> tuple[Computed, Expression, bool]:
+        """Attention, the logarithms [b, s, n], and whether keys may be hidden from rows."""
+        found = match.reading(Attention, "attention")
+        columns = columns_of(match, found)
+        check_operands(match, found)
         if "rope" not in match.readings:
-            _check_rank(match, f"ne{columns}")
-        keys, values = _forms(match)
+            check_rank(match, f"ne{columns}")
+        keys, values = forms(match)
         scale, factors = attention_factors(match, keys, dtype := _dtype(match))
 
         def operand(name: str, letters: str) -> Expression | None:
@@ -205,7 +221,7 @@ class MlaAttention(Rule):
             return ByHoisting(q_nope, scaled(q_nope, "weight_uk", "1 1 n e")), ByHoisting(weight, codes)
 
         context = operand("q_rope", "b s n r"), made("kv_cache", "b t c"), operand("kr_cache", "b t r")
-        (masks, options), form = _masks(match, found, dtype), "with_lse" if lses else "default"
+        (masks, options), form = _masks(match, found, dtype), "with_lse" if with_lse else "default"
         if keys == values == "expanded":
             q_nope, weight_uk = query_and_weight()
             operands = q_nope, *context, weight_uk, made("weight_uv", "n v c"), *masks
@@ -214,9 +230,9 @@ class MlaAttention(Rule):
             query = made("query", "b s n c") if keys == "absorbed" else Inlined(absorb_query, query_and_weight())
             call = Call(getattr(fused.latent_attention, form), query, *context, *masks, scale=scale, **options)
         sums = Call(operator.getitem, call, 1)
-        out: Expression = Call(operator.getitem, call, 0) if lses else call
+        out: Expression = Call(operator.getitem, call, 0) if with_lse else call
         hides = not all(mask is None for mask in masks[:2])
-        if lses and hides and not found.zeroes:
+        if with_lse and hides and not found.zeroes:
             out = Inlined(nan_where_blind, (out, sums))
         if keys == "absorbed" and values == "expanded":
             out = Inlined(expand_output, (out, made("weight_uv", "n v c")))
@@ -224,17 +240,7 @@ class MlaAttention(Rule):
         # the program may multiply in a wider dtype: 1024 times a value may not fit in float16
         widest = torch.promote_types(dtype, found.node.meta["val"].dtype)
         out = out if factors["out"] == 1.0 else times(Cast(out, widest), factors["out"])
-        part = result(out, match.dims(f"b s n {columns}"))
-        new = replacing(found.node, found.index, part, padding=found.padding)
-        exact = _rounded_once(match, dtype)
-        if not lses:
-            return Plan(new, exact=exact)
-
-        def logarithm(lse: LogSumExp) -> Replacement:
-            known = Inlined(nan_where_blind, (sums, sums)) if hides and lse.is_nan else sums
-            return replacing(lse.node, lse.index, result(times(known, 1 / lse.unit), match.dims("b s n")))
-
-        return Plan(new, *map(logarithm, lses), exact=exact)
+        return result(out, match.dims(f"b s n {columns}")), sums, hides
 
     def looks_like_mla(self, anchor: Node) -> bool:
         """Whether something that is multiplied by the probabilities comes from a bottleneck, whatever else differs."""
@@ -248,9 +254,9 @@ class MlaAttentionLse(MlaAttention):
     """The same beside the logarithm of the sum that the softmax divides by: see sums.py."""
 
     name = "mla_attention_lse"
-    after: ClassVar[Sequence[str]] = ()
+    after: ClassVar[Sequence[str]] = ("mla_attention_sums",)
     yields_to_target = True
-    accepts = (
+    accepts: ClassVar[Sequence[Case]] = (
         Case("logsumexp", cases.Chunk, ONE_EACH),
         Case("largest score and a logarithm", cases.ByHand, ONE_EACH),
         Case("expanded keys", cases.ExpandedKeys, ONE_EACH),
@@ -274,33 +280,45 @@ class MlaAttentionLse(MlaAttention):
         return False
 
 
-def _forms(match: Match) -> tuple[str, str]:
-    """ "expanded" if keys and values are expanded from the latents, "absorbed" if they are the latents."""
-    return match.choices.get("keys", "absorbed"), match.choices.get("values", "absorbed")
+class MlaAttentionSums(MlaAttentionLse):
+    """Parts of a context that are merged by sums of exponentials: see readings/merged_sums.py."""
 
+    name = "mla_attention_sums"
+    after = ()
+    accepts = (Case("running sums", cases.RunningSums, {"mla_prolog": 1, "latent_attention": 2, "merge_attention": 1}),)
+    rejects = (Case("largest score", cases.LargestScore, because="not weighted by the shares that their logarithms"),)
 
-def _columns(match: Match, found: Attention) -> str:
-    """The letter of the columns of the attention's result: "v", or "c" if the values are the latents."""
-    if _forms(match)[1] == "expanded":
-        return "v"
-    outer = {axis for part in found.index for axis in part.axes}
-    if match.axes("v") or not outer.issuperset(match.axes("c")):  # a column that is repeated
-        raise NoMatch("the attention's result and the latents have different columns", found.node)
-    return "c"
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        return ends_of_sums(graph)
 
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        found = merged_sums(anchor)
+        if all(any(self.matches(part, nearest)) for part in found.parts):
+            yield Match(readings={"sums": found})
 
-def _check_operands(match: Match, found: Attention) -> None:
-    """Each operand has its own dimensions and no others."""
-    for name in ("weight_uk", "weight_uv", "kv_cache", "kr_cache", "q_nope", "q_rope", "query"):
-        if name in match.elements:
-            if name in SHARED:
-                _check_shared(match, name)
-            _check_axes(match, match[name], name, match.letters[name])
-    for mask in found.masks:
-        _check_axes(match, mask.element, "the mask", "bnst")
-    if isinstance(found.sink, Element) and not found.sink.axes <= set(match.axes("n")):
-        raise NoMatch("the attention sink is not one number per head", found.sink.origin)
-    check_is_causal(found, match.axes("s"))
+    def rewrite(self, match: Match) -> Plan:
+        read = match.reading(MergedSums, "sums")
+        found, parts = read.merge, [next(self.matches(part, NearestMiss())).settled() for part in read.parts]
+        every = [axes(part, "a dimension of the merge", found.node) for part in found.index]
+        *rows, columns = filter(None, every)
+        outs, lses = list[Expression](), list[Expression]()
+        for part in parts:
+            out, sums, _ = self.attend(part, with_lse=True)
+            outs.append(tensor(out, [*rows, columns], dtype=_dtype(part), expand=True))
+            lses.append(tensor(result(sums, part.dims("b s n")), rows, expand=True))
+        call = Call(fused.merge_attention.default, outs, lses)
+        merged: Expression = Call(operator.getitem, call, 0)
+        for blank in found.blanks:
+            merged = Inlined(nan_where_blind, (merged, lses[blank]))
+        if found.blank_if_empty and not found.blanks:
+            merged = Inlined(nan_where_blind, (merged, Call(operator.getitem, call, 1)))
+        exact = [call for part in parts for call in _rounded_once(part, _dtype(part))]
+        return Plan(replacing(found.node, found.index, result(merged, [*rows, columns])), exact=exact)
+
+    def looks_like_mla(self, anchor: Node) -> bool:
+        products = (node for node in computed_from(anchor, lambda node: node.target in PRODUCTS))
+        values = (value for product in products if product.target in PRODUCTS for value in args_of(product)[:2])
+        return any(seems_low_rank(element_of(value)) for value in values)
 
 
 def _masks(
@@ -328,23 +346,6 @@ def _sinks(sink: Element | float, n: Axes, device: torch.device) -> Expression:
     return Call(aten.full.default, [heads], sink, dtype=torch.float32, device=device)
 
 
-def _check_rank(match: Match, columns: str) -> None:
-    """Heads share latents that were projected down for keys and values. In multi-head attention keys, values and
-    queries are all computed from the hidden states."""
-    latent, weight = match["kv_cache"], match["weight_uk"]
-    if not match.axes("n"):
-        raise NoMatch("there is no rotary part, and no heads share a latent", latent.origin)
-    if {match.choices["keys"], match.choices["values"]} == {"absorbed"}:
-        return
-    down = down_projection(latent)
-    width = product(axis.size for axis in latent.axes & weight.axes)
-    wider = () if down is None else (rank(down), product(axis.size for axis in match.axes(columns)))
-    is_latent = wider and all(at_most(width + 1, size) for size in wider)
-    if not is_latent or is_projected_from(match["q_nope"], latent):
-        reason = "there is no rotary part, and keys and values are not expanded from a down-projected latent"
-        raise NoMatch(reason, latent.origin)
-
-
 def _dtype(match: Match) -> torch.dtype:
     """The dtype of the latents, if it holds the query without loss; else the wider of the two."""
     dtype = match["kv_cache"].dtype
@@ -362,15 +363,3 @@ def _rounded_once(match: Match, dtype: torch.dtype) -> list[Node]:
     calls = computed_between(out, sources) if is_coarser(own, dtype) else ()
     return [call for call in calls if getattr(call.meta.get("val"), "dtype", None) == own]
 
-
-def _check_shared(match: Match, name: str) -> None:
-    element = match[name]
-    if not element.axes.isdisjoint(match.axes("n")):
-        raise NoMatch(f"{SHARED[name]} is not shared across heads", element.node)
-    if element.axes.isdisjoint(match.axes("t")):
-        raise NoMatch(f"{SHARED[name]} is not along the context", element.node)
-
-
-def _check_axes(match: Match, element: Element, name: str, letters: str) -> None:
-    if not element.axes <= set(match.axes(letters)):
-        raise NoMatch(f"{SHARED.get(name, name)} depends on more than its own dimensions", element.node)

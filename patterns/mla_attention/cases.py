@@ -153,3 +153,32 @@ class DividedLate(Layer):
         total = weights.sum(-1, keepdim=True)
         out: Tensor = (weights @ value) / total * (largest + total.log2()).sigmoid()
         return out
+
+
+class RunningSums(Layer):
+    """Flash attention's loop over parts of the context, whose exponentials are divided by their sum at the end."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor) -> Tensor:
+        key, value = self.keys(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.transpose(-1, -2) * (D + DR) ** -0.5 + mask
+        half, total = T // 2 + 1, torch.zeros(B, N, S, 1)
+        largest, out = torch.full_like(total, -math.inf), torch.zeros(B, N, S, DV)
+        for part, values in (
+            (scores[..., : half - 2], value[..., : half - 2, :]),
+            (scores[..., half:], value[..., half:, :]),
+        ):
+            new = torch.maximum(largest, part.amax(-1, keepdim=True))
+            weights, shrink = (part - new).exp(), (largest - new).exp()
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            out, largest = out * shrink + weights @ values, new
+        return self.divided(out, total, largest)
+
+    def divided(self, out: Tensor, total: Tensor, largest: Tensor) -> Tensor:
+        return out / total
+
+
+class LargestScore(RunningSums):
+    """What is computed from the largest score alone depends on it."""
+
+    def divided(self, out: Tensor, total: Tensor, largest: Tensor) -> Tensor:
+        return out / (total + largest.sigmoid())

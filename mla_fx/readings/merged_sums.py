@@ -1,0 +1,197 @@
+"""Attention in parts of a context that are merged by sums of exponentials, and not by logarithms, as in flash
+attention's loop:
+
+    largest = max(logits),  total = sum(exp(logits - less)),  product = sum(exp(logits - less) * value)
+
+`less` is the largest so far, or another number of each row. With lse, the logarithm of the sum that a softmax of a part
+divides by, these are
+
+    total = exp(lse - less),  product = exp(lse - less) * attention
+
+So what is computed from them is a function of attention and its logarithms, and may be a merge of these. The largest is
+some distance below lse; a merge does not depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fx.errors import NoMatch
+from mla_fx.graph.dead_code import unread_without
+from mla_fx.graph.provenance import name_of
+
+from .arithmetic import Arithmetic
+from .attention import Attention, weighted_by
+from .axes import Axis, Index
+from .calls import CASTS, args_of, argument, operands_of
+from .contraction import PRODUCTS, Contraction, contraction, reduced, summed
+from .divided_late import SUMS
+from .element import Element, computed_from, computed_with, operand, resolve
+from .merged_parts import Merge, merge, merge_before, merges
+from .reading import Reading, renamed
+from .softmax import EXPONENTIALS, Softmax, exponent, exponential, largest_of
+from .views import MOVERS, fresh_index, shape_of
+
+aten = torch.ops.aten
+
+MOVES = frozenset({*MOVERS, *CASTS})
+SCALES = (1.0, 1.0, 5.0, 30.0, 1e3)  # exponentials of the last overflow; of larger ones, rounding would count
+
+
+@dataclass(frozen=True)
+class MergedSums(Reading):
+    """`parts` of attention, each read where they are merged."""
+
+    merge: Merge
+    parts: tuple[Attention, ...]
+
+    @property
+    def constants(self) -> tuple[object, ...]:
+        return self.merge.constants
+
+
+def weights(graph: Graph) -> Iterator[Node]:
+    """The exponentials that are summed, and multiplied by values."""
+    for target in EXPONENTIALS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            readers = {user.target for user in _readers(node)}
+            if aten.sum.dim_IntList in readers and not PRODUCTS.isdisjoint(readers):
+                yield node
+
+
+def ends_of_sums(graph: Graph) -> Iterator[Node]:
+    """The last values that arithmetic computes from several products of such weights and values."""
+    products = [user for exp in weights(graph) for user in _readers(exp) if user.target in PRODUCTS]
+    return merges(products) if len(products) > 1 else iter(())
+
+
+def merged_sums(node: Node) -> MergedSums:
+    """The nearest merge of sums among a value and those that arithmetic computes it from. Raises NoMatch with the
+    reason if there is none."""
+    factors = dict(_factors(node))
+    found = merge_before(node, lambda node: merge(node, _Sums(factors=factors), SCALES))
+    if found.cleans:
+        raise NoMatch("sums that are infinite or NaN are left out", found.node)
+    parts = tuple(map(_attention, found.outs))
+    unread = unread_without([found.node])
+    for exp in {exp for part in parts for exp in _exponentials(part.node)}:
+        others = [user for user in _readers(exp) if user not in unread]
+        if others:
+            raise NoMatch(f"exponentials that are merged are also read by {name_of(others[0])}", exp)
+    return MergedSums(found.node, found, parts)
+
+
+def _readers(exp: Node) -> list[Node]:
+    users = computed_with([exp], lambda user: user.target not in MOVES)
+    return [user for user in users if user.target not in MOVES]
+
+
+def _exponentials(product: Node) -> Iterator[Node]:
+    return filter(None, map(exponential, operands_of(product)))
+
+
+def _attention(product: Element) -> Attention:
+    weighted, row = _weighted(product)
+    exp = row.exp
+    return weighted_by(exp, product.origin, product.index, weighted, Softmax(row.logits, row.keys, zeroes=True))
+
+
+def _weighted(product: Element) -> tuple[Contraction, _Row]:
+    found = contraction(product)
+    is_left = found.left.origin.target in EXPONENTIALS
+    return found, _Row.of(found.left if is_left else found.right, found.over)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Exponentials along `keys`, all of a row, of `logits - less`."""
+
+    exp: Node
+    keys: Axis
+    logits: Element
+    less: Element
+
+    @classmethod
+    def of(cls, weights: Element, over: tuple[Index, ...]) -> _Row:
+        exp, keys = weights.origin, over[0].axis if len(over) == 1 else None
+        dims = [dim for dim, part in enumerate(weights.index) if keys in part.axes]
+        if exp.target not in EXPONENTIALS or keys is None or len(dims) != 1 or weights.factor != 1.0:
+            raise NoMatch(f"expected a sum of exponentials over the keys alone, found one of {name_of(exp)}", exp)
+        if weights.index[dims[0]] != over[0] or shape_of(exp)[dims[0]] != keys.size:
+            raise NoMatch("only some of the exponentials of a row are summed", exp)
+        difference = _difference(exp, weights.index)
+        if difference is None:
+            raise NoMatch("exponentials that are not divided by their sum are of no difference", exp)
+        logits, less = difference
+        if keys in less.axes or keys not in logits.axes:
+            raise NoMatch("what is subtracted before the exponential is not one number of each row", exp)
+        return cls(exp, keys, logits, less)
+
+
+def _difference(exp: Node, index: tuple[Index, ...]) -> tuple[Element, Element] | None:
+    """What is subtracted from what before the natural exponential."""
+    raised = exponent(exp, index)
+    node = raised.origin
+    if node.target is not aten.sub.Tensor or argument(node, 2, "alpha", 1) != 1 or not raised.factor > 0:
+        return None
+    if not all(isinstance(value, Node) for value in args_of(node)[:2]):
+        return None
+    logits, less = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
+    return logits, less
+
+
+def _factors(end: Node) -> Iterator[tuple[Node, float]]:
+    """The logits of the exponentials that a value is computed from, and the factor of each."""
+    for node in (end, *computed_from(end)):
+        for exp in _exponentials(node) if node.target in SUMS else ():
+            difference = _difference(exp, fresh_index(exp))
+            if difference is not None:
+                factor, plain = difference[0].apart()
+                yield plain.node, factor
+
+
+@dataclass
+class _Sums(Arithmetic):
+    """Arithmetic on attention and its logarithms. Sums of exponentials are computed from these."""
+
+    factors: dict[Node, float] = field(default_factory=dict)
+    lses: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """The places of logarithms, by what their logits are but for a factor."""
+
+    def _computed(self, plain: Element) -> int:
+        found = self._sum(plain)
+        return super()._computed(plain) if found is None else found
+
+    def _sum(self, plain: Element) -> int | None:
+        node = plain.origin
+        if node.target in SUMS and any(_exponentials(node)):
+            if node.target in PRODUCTS:
+                _, row = _weighted(plain)
+                given = self._lse(row.logits, row.keys), self.read(row.less), self._leaf(plain)
+                return self._add(lambda lse, less, out: (lse - less).exp() * out, given)
+            row = _Row.of(*summed(plain))
+            above = self._lse(row.logits, row.keys), self.read(row.less)
+            return self._add(lambda lse, less: (lse - less).exp(), above)
+        call = largest_of(node)
+        return None if call is None else self._largest(call, plain.index)
+
+    def _largest(self, call: Node, index: tuple[Index, ...]) -> int | None:
+        source, index, over = reduced(call, index)
+        logits, keys = resolve(source, index), over[0].axis if len(over) == 1 else None
+        unit = self.factors.get(logits.apart()[1].node, 0.0) / logits.factor
+        if keys is None or not unit > 0:
+            return None
+        lse = self._lse(logits, keys)
+        distance = 1 + (lse % 7) / 7
+        return self._add(lambda lse: (lse - distance * (1 + lse.sigmoid())) / unit, [lse])
+
+    def _lse(self, logits: Element, keys: Axis) -> int:
+        _, plain = logits.apart()
+        key = plain.node, renamed(plain.index, {keys: Index(0)}), keys.size
+        if key not in self.lses:
+            self.lses[key] = self._add(None, [])
+            self.leaves[self.lses[key]] = logits
+        return self.lses[key]
