@@ -75,6 +75,8 @@ def merge_before(node: Node, read: Callable[[Node], Merge] | None = None) -> Mer
     NoMatch with the reason, the one of the nearest that has as many parts as logarithms."""
     misses = list[NoMatch]()
     for found in filter(is_step, _before(node)):
+        if not isinstance(found.meta["val"], Tensor):
+            continue
         try:
             return (read or merge)(found)
         except NoMatch as miss:

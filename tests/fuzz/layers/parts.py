@@ -78,3 +78,37 @@ class ExpandedHalves(Halves):
 
 class ExpandedTail(ExpandedHalves, Tail):
     pass
+
+
+class RunningSums(Halves):
+    """Flash attention's loop: sums shrink where the largest score grows."""
+
+    def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
+        total = torch.zeros(*query.shape[:-1], 1, dtype=query.dtype)
+        out, largest = total.expand(*query.shape[:-1], latent.shape[-1]), total - torch.inf
+        for own in self.some():
+            scores = query @ key[:, :, own].mT * 0.4 + mask[:, own]
+            new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+            weights, shrink = (scores - new).exp(), (largest - new).exp()
+            out, total = out * shrink + weights @ latent[:, :, own], total * shrink + weights.sum(-1, keepdim=True)
+            largest = new
+        return out / total
+
+
+class SumsApart(Tail):
+    """Each part has its own largest score; sums are added at the end."""
+
+    def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
+        found = []
+        for own in self.some():
+            scores = query @ key[:, :, own].mT * 0.4 + mask[:, own]
+            largest = scores.max(-1, keepdim=True).values
+            weights = (scores - largest.masked_fill(largest == -torch.inf, 0)).exp()
+            found.append((weights @ latent[:, :, own], weights.sum(-1, keepdim=True), largest))
+        outs, totals, largest = (torch.stack(values) for values in zip(*found, strict=True))
+        shares = (largest - largest.amax(0)).exp()
+        return (outs * shares).sum(0) / (totals * shares).sum(0)
+
+
+class ExpandedSums(ExpandedHalves, RunningSums):
+    pass
