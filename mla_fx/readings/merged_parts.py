@@ -27,11 +27,11 @@ from .axes import Axis, Index
 from .calls import CASTS
 from .element import Element, computed_from, computed_with, resolve
 from .reading import Reading
-from .views import MOVERS, fresh_index
+from .views import MOVERS, SPLITS, fresh_index
 
 aten = torch.ops.aten
 
-MOVES = frozenset({*MOVERS, *CASTS, aten.cat.default, operator.getitem})
+MOVES = frozenset({*MOVERS, *CASTS, *SPLITS, aten.cat.default, operator.getitem})
 SCALES = (1.0, 1.0, 30.0, 1e3, 1e6, 1e20, 3e38)  # of logarithms: masks of the lowest number make huge ones
 EACH = 8  # points of a scale
 CLOSE = 1e-11
@@ -60,13 +60,18 @@ class Merge(Reading):
         return self.skips, self.cleans, self.blanks, self.blank_if_empty
 
 
-def merges(calls: Iterable[Node]) -> Iterator[Node]:
-    """The last values that arithmetic computes from several of some calls, which return parts and logarithms."""
-    calls = list(calls)
-    steps = {node for node in computed_with(calls, lambda node: not _is_inside(node)) if is_step(node)}
+def merges(calls: Iterable[Node], gathered: Iterable[Node] = ()) -> Iterator[Node]:
+    """The last values that arithmetic computes from several of some calls, which return parts and logarithms, or from
+    what was gathered of other processes, which may hold several of both."""
+    calls, gathered = set(calls), set(gathered)
+    seeds = calls | gathered
+    steps = {node for node in computed_with(seeds, lambda node: not _is_inside(node)) if is_step(node)}
     for node in steps:
         after = computed_with([node], lambda user: not _is_inside(user) or user in steps)
-        if steps.isdisjoint(after) and len(set(calls).intersection(_before(node))) > 1:
+        if not steps.isdisjoint(after):
+            continue
+        before = seeds.intersection(_before(node))
+        if len(before) > 1 or not gathered.isdisjoint(before):
             yield node
 
 

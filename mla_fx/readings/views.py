@@ -154,10 +154,10 @@ def _select(node: Node, index: tuple[Index, ...]) -> Place | None:
 def _piece(node: Node, index: tuple[Index, ...]) -> Place | None:
     """Read an item of a split, chunk or unbind."""
     whole = args_of(node)[0]
-    if not isinstance(whole, Node) or whole.target not in _SPLITS:
+    if not isinstance(whole, Node) or whole.target not in SPLITS:
         return None
     source = args_of(whole)[0]
-    position = _SPLITS[whole.target]
+    position = SPLITS[whole.target]
     dim = argument(whole, position, "dim", 0) % len(shape_of(source))
     if whole.target is aten.unbind.int:
         number = args_of(node)[1] % len(whole.meta["val"])
@@ -167,7 +167,7 @@ def _piece(node: Node, index: tuple[Index, ...]) -> Place | None:
     return source, _replaced(index, dim, shifted(index[dim], start))
 
 
-_SPLITS = {
+SPLITS = {
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
     aten.chunk.default: 2,

@@ -37,6 +37,7 @@ from .pieces import WITH_LSE, call_of, feeds_alone, joined_pieces
 
 aten, fused = torch.ops.aten, torch.ops.mla_fx
 CHOICES = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+GATHERED = "_c10d_functional.wait_tensor.default"  # what a collective gave; not every build of PyTorch has it
 FUSED = {"mla_prolog": 1, "latent_attention": 2, "merge_attention": 1}
 WHOLE = {"mla_prolog": 1, "latent_attention": 1}
 NOT_SHARES = "parts are not weighted by the shares that their logarithms give them"
@@ -54,7 +55,8 @@ class MergeAttention(Rule):
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         calls = [call for target in WITH_LSE for call in graph.find_nodes(op="call_function", target=target)]
-        return merges(calls) if len(calls) > 1 else iter(())
+        gathered = [node for node in graph.nodes if calls and str(node.target) == GATHERED]
+        return merges(calls, gathered) if len(calls) > 1 or gathered else iter(())
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         yield Match(readings={"merge": merge_before(anchor)})

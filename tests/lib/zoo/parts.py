@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, all_to_all_single
 from torch.nn.functional import linear
 
 from .servers import Server, _dense, _paged, paged
@@ -174,12 +174,27 @@ class ContextParallel(Parts):
         query, q_pe = (all_gather_tensor(part, 2, group) for part in (self.in_latent_space(q_nope), q_pe))
         latent, k_pe = (cache[:, :-1] for cache in caches)
         places = self.rank + self.ranks * torch.arange(latent.shape[1])
-        out, lse = self.over_latents(query, q_pe, latent, k_pe, places <= positions.unsqueeze(-1))
+        part = self.over_latents(query, q_pe, latent, k_pe, places <= positions.unsqueeze(-1))
+        return all_reduce(self.project(self.expand(self.of_own_heads(*part))), "sum", group)
+
+    def of_own_heads(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Attention [B,S,N,R] of a process's heads to all rows, from that of all heads to its rows."""
+        group = dist.group.WORLD
         lses = all_gather_tensor(lse.unsqueeze(0), 0, group)
         share = (lse - lses.logsumexp(0)).exp().nan_to_num(0)
         out = all_reduce(out * share.unsqueeze(-1), "sum", group)
-        own = slice(self.rank * self.sizes.heads, (self.rank + 1) * self.sizes.heads)
-        return all_reduce(self.project(self.expand(out[:, :, own])), "sum", group)
+        return out[:, :, self.rank * self.sizes.heads : (self.rank + 1) * self.sizes.heads]
+
+
+class ContextParallelByHeads(ContextParallel):
+    """The same: each process gets the attention of its heads, beside its logarithms, from all others, and merges it."""
+
+    def of_own_heads(self, out: Tensor, lse: Tensor) -> Tensor:
+        whole = torch.cat((out, lse.unsqueeze(-1)), dim=-1).unflatten(2, (self.ranks, -1)).movedim(2, 0).contiguous()
+        outs, lses = all_to_all_single(whole, None, None, dist.group.WORLD).split([out.shape[-1], 1], dim=-1)
+        largest = lses.amax(0)
+        shares = (lses - largest.masked_fill(largest == -torch.inf, 0)).exp()
+        return (outs * shares).sum(0) / shares.sum(0)
 
 
 # --- what they are given ---------------------------------------------------------------------------------------------
