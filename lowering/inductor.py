@@ -36,6 +36,8 @@ from .cpu import few_rows
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
+KERNELS = "kernels"
+OWN = frozenset((DOT_PRODUCTS, KERNELS))
 HALVES = (torch.bfloat16, torch.float16)
 CODES = (torch.int8, torch.uint8)
 FEW_ROWS = 8  # measured: with more, the library is faster despite its copies
@@ -61,12 +63,13 @@ class Inductor(Target):
         return True
 
     def accepts(self) -> frozenset[str]:
-        return inductor_options() | {DOT_PRODUCTS}
+        return inductor_options() | OWN
 
     def check(self, options: Mapping[str, Any]) -> None:
         _wants_dot_products(options)
-        for name, value in options.items():
-            taken = inductor_type(name) if name != DOT_PRODUCTS else bool
+        _kernels(options)
+        for name, value in _of_inductor(options).items():
+            taken = inductor_type(name)
             if not isinstance(value, taken):
                 raise OptionError(f"option {name} is {value!r}; Inductor takes {taken.__name__}")
 
@@ -80,7 +83,7 @@ class Inductor(Target):
         """Few calls may stay in a package of AOTInductor, whose process has none of the operators and kernels."""
         alone = is_packaging()
         plain = loops.lowerings(alone=alone)
-        return plain if alone else cuda.lowerings(cpu.lowerings(plain))
+        return plain if alone else cuda.lowerings(cpu.lowerings(plain), _kernels(options))
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with weights, from fused operators and from all others."""
@@ -117,8 +120,8 @@ class Inductor(Target):
         the rewritten graph. AOTAutograd's cache comes first, and a graph from it needs its saved report."""
         is_frozen, is_fresh = is_freezing(), False
         fused = fusing(_freezing(gm, fusing) if is_frozen else compile_fx_inner)
-        wants = _wants_dot_products(options)
-        key = None if fusing.key is None else f"{fusing.key} {wants}"
+        own = _wants_dot_products(options), _kernels(options), cuda.installed()
+        key = None if fusing.key is None else f"{fusing.key} {own}"
 
         def inner(graph_module: GraphModule, inputs: Sequence[Any], **given: Any) -> Compiled:
             nonlocal is_fresh
@@ -128,8 +131,7 @@ class Inductor(Target):
             compiled = fused(graph_module, inputs, **given)
             return compiled if fusing.save_report(inductor_key(compiled)) else not_cached(compiled)
 
-        theirs = {name: value for name, value in options.items() if name != DOT_PRODUCTS}
-        settings = {**_for_meta(example_inputs), **theirs}
+        settings = {**_for_meta(example_inputs), **_of_inductor(options)}
         if is_frozen:
             settings["freezing"], key = False, None  # the inner compiler freezes, after fusing
         compiled = compile_fx(gm, example_inputs, inner, settings, key)
@@ -162,6 +164,18 @@ def _for_meta(example_inputs: Sequence[Any]) -> Mapping[str, Any]:
     """Inductor's constant folding drops results on meta, and everything they are computed from."""
     is_meta = any(isinstance(value, Tensor) and value.is_meta for value in example_inputs)
     return {"joint_graph_constant_folding": False} if is_meta else {}
+
+
+def _of_inductor(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in options.items() if name not in OWN}
+
+
+def _kernels(options: Mapping[str, Any]) -> str:
+    """The target's own option: which kernels attend over latents on CUDA devices. Raises OptionError."""
+    word = options.get(KERNELS, cuda.KERNELS[0])
+    if not isinstance(word, str) or word not in cuda.KERNELS:
+        raise OptionError(f"option {KERNELS} is {word!r}; it takes {', '.join(map(repr, cuda.KERNELS))}")
+    return word
 
 
 def _wants_dot_products(options: Mapping[str, Any]) -> bool:

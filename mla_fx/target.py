@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, Protocol
 
@@ -21,6 +22,18 @@ Compiled = Callable[..., Any]
 
 # A graph of torch's, or the operators of one in another format, each as a line of text.
 Shown = Graph | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Instead:
+    """A function that is traced in place of a call, but is not what the user asked for, and why."""
+
+    function: Compiled
+    reason: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
 
 # Gets what is known about a call's arguments; returns the plain function to trace in its place. Raises NoMatch with the
 # reason if the call stays.

@@ -45,6 +45,8 @@ WRONG = {
     "a type of the target's": ({"freezing": "yes"}, "option freezing is 'yes'; Inductor takes bool"),
     "a type of this target's": ({"target": "reference", "pieces": 1}, "option pieces is 1; it takes False, True"),
     "a type of ours for Inductor": ({"dot_products": 1}, "option dot_products is 1; it takes False, True"),
+    "kernels": ({"kernels": "fa3"}, "option kernels is 'fa3'; it takes 'auto', 'triton', 'flash_mla', 'flashinfer'$"),
+    "kernels, no name": ({"kernels": ["triton"]}, r"option kernels is \['triton'\]; it takes 'auto', "),
     "expect": ({"expect": 3}, "option expect is 3; it takes operators, or a mapping"),
     "expect, misspelt": ({"expect": {"mla_prologue": 1}}, "expect names 'mla_prologue'; known operators are 'kv_"),
     "expect, misspelt in a list": ({"expect": ["mla_prologue"]}, "expect names 'mla_prologue'; known operators are"),

@@ -6,6 +6,7 @@ operators that compiled code from a cache calls."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Mapping
 
@@ -19,6 +20,24 @@ HAS_KERNELS = IS_NVIDIA and importlib.util.find_spec("triton") is not None
 LOWERINGS = {entry.overload: module for entry, module in modules_of_operators(__name__)} if HAS_KERNELS else {}
 
 
-def lowerings(others: Mapping[OpOverload, Lowering]) -> Mapping[OpOverload, Lowering]:
-    """The lowering of each operator: to a kernel if there is one for a call, else that of `others`."""
-    return {**others, **{name: first_of(module, others[name]) for name, module in LOWERINGS.items()}}
+LIBRARIES = ("flash_mla", "flashinfer")  # packages of the user's, each with a file here
+KERNELS = ("auto", "triton", *LIBRARIES)
+
+
+def lowerings(others: Mapping[OpOverload, Lowering], kernels: str) -> Mapping[OpOverload, Lowering]:
+    """The lowering of each operator: to a kernel if there is one for a call, else that of `others`.
+
+    `kernels` is one of KERNELS. A library is tried first. What it refuses goes on, with a reason if it was named."""
+    found = {name: first_of(module, others[name]) for name, module in LOWERINGS.items()}
+    if kernels == "triton" or not LOWERINGS:
+        return {**others, **found}
+    asked = kernels in LIBRARIES
+    library = importlib.import_module(f".{kernels if asked else LIBRARIES[0]}", __name__)
+    before = importlib.import_module(".libraries", __name__).before
+    taken = {name: module for name, module in LOWERINGS.items() if hasattr(module, "lower_to")}
+    return {**others, **found, **{name: before(module, found[name], library, asked) for name, module in taken.items()}}
+
+
+def installed() -> tuple[str, ...]:
+    """The libraries that there are, on which compiled code depends."""
+    return tuple(name for name in LIBRARIES if LOWERINGS and importlib.util.find_spec(name) is not None)

@@ -1,6 +1,7 @@
-"""Lowers latent_attention.with_lse to split_keys."""
+"""Lowers latent_attention.with_lse to split_keys, or to a library of the user's."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -14,3 +15,9 @@ OPERATOR = "latent_attention.with_lse"
 def lower(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
     check_served(a.kv_cache, a.query.shape[1])
     return attend_with_lse
+
+
+def lower_to(library: Any, a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
+    library.check(a, a.query)
+    found: Callable[[Arguments], tuple[Tensor, Tensor]] = library.attend_with_lse
+    return found

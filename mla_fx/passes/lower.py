@@ -18,7 +18,7 @@ from mla_fx.readings.element import is_parameter
 from mla_fx.readings.views import RESHAPES
 from mla_fx.rewriting.draft import Change, Draft, fake_of, is_value
 from mla_fx.rewriting.emitter import Apply, Emitter
-from mla_fx.target import Compiled, Lowering
+from mla_fx.target import Compiled, Instead, Lowering
 
 aten = torch.ops.aten
 CODES = (torch.int8, torch.uint8)
@@ -53,6 +53,9 @@ def lower(
                 notes[f"{operator._opname} {outcome}: {refusal.reason}"] += 1
             if function is None:
                 continue
+            if isinstance(function, Instead):
+                notes[f"{operator._opname}: {function.reason}"] += 1
+                function = function.function
             try:
                 with emit.at(node, "lower"):
                     results = emit.inlined(function, *operands, decompositions=decompositions, **node.kwargs)

@@ -21,10 +21,10 @@ def compiled(function, *inputs, **options):
     return found, code, step
 
 
-def compiled_call(operator, a):
+def compiled_call(operator, a, **options):
     """What a compiled call of an operator on a record returns, and Inductor's code."""
     given = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
-    found, code, _ = compiled(lambda tensors: operator.overload(**{**vars(a), **tensors}), given)
+    found, code, _ = compiled(lambda tensors: operator.overload(**{**vars(a), **tensors}), given, options=options)
     return found, code
 
 

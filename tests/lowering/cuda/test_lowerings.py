@@ -129,4 +129,4 @@ def test_nothing_is_imported_without_a_device():
     assert bool(cuda.LOWERINGS) == cuda.IS_NVIDIA
     others = {torch.ops.mla_fx.latent_attention.default: lambda *given: "other"}
     if not cuda.IS_NVIDIA:
-        assert cuda.lowerings(others) == others
+        assert cuda.lowerings(others, "flash_mla") == others
