@@ -1,6 +1,7 @@
-"""Lowers the absorbed form of mla_attention to split_keys, or to a library of the user's. Prompts are PyTorch's own
-attention, as in `loops`."""
+"""Lowers the absorbed form of mla_attention to split_keys, or to a library of the user's, and large prompts to parts.
+Other prompts are PyTorch's own attention, as in `loops`."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.mla_attention import Arguments, absorbed, in_latent_space, is_absorbed, is_chosen_at_run_time
+from mla_fx.ops.emitted.tiled_attention import Form
 
 from ..loops.mla_attention import at_run_time, check_forms, tiled
+from . import prompts
 from .split_keys import attend, check_served
 
 OPERATOR = "mla_attention"
@@ -22,7 +25,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
         check_forms(a)
         return chosen
     if not is_absorbed(a):
-        raise NoMatch("the kernel is for absorbed queries")
+        return prompts.lower(a)
     check_served(a.kv_cache, a.q_nope.shape[1])
     return absorbed_in_parts
 
@@ -33,7 +36,13 @@ def absorbed_in_parts(a: Arguments) -> Tensor:
 
 def chosen(a: Arguments) -> Tensor:
     """Both forms are traced."""
-    return at_run_time(a, tiled, absorbed_in_parts)
+    return at_run_time(a, expanded(a), absorbed_in_parts)
+
+
+def expanded(a: Arguments) -> Form:
+    with contextlib.suppress(NoMatch):
+        return prompts.lower(a)
+    return tiled
 
 
 def lower_to(library: Any, a: Arguments) -> Callable[[Arguments], Tensor]:
@@ -51,4 +60,7 @@ def absorbed_by(library: Any, chooses: bool) -> Callable[[Arguments], Tensor]:
     def of(a: Arguments) -> Tensor:
         return absorbed(a, library.attend)
 
-    return functools.partial(at_run_time, expand=tiled, absorb=of) if chooses else of
+    def chosen(a: Arguments) -> Tensor:
+        return at_run_time(a, expanded(a), of)
+
+    return chosen if chooses else of

@@ -51,10 +51,10 @@ def attend(
         mask, is_causal = _causal(query, key), False
     if not is_expressible(query, key.shape[2], mask, fill, sinks):
         return _in_tiles(query, key, value, _causal(query, key) if is_causal else mask, scale, fill, sinks)
+    if mask is None:
+        return by_pytorch(query, key, value, None, scale, is_causal)
     columns = value.shape[3]
     query, key, value = _of_one_width(query, key, value)
-    if mask is None:
-        return _own(query, key, value, None, scale, is_causal)[..., :columns]
 
     def own(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return _own(query, key, value, _expressed(query, mask, fill), scale)
@@ -64,6 +64,21 @@ def attend(
 
     sizes = *query.shape[:3], value.shape[3]
     return choose(_is_tame(query, key, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
+
+
+def by_pytorch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool = False,
+    fill: float | None = None,
+) -> Tensor:
+    """`attend` by PyTorch's own attention, if that is expressible and no score exceeds TAME under a mask."""
+    columns = value.shape[3]
+    query, key, value = _of_one_width(query, key, value)
+    return _own(query, key, value, _expressed(query, mask, fill), scale, is_causal)[..., :columns]
 
 
 def _in_tiles(
@@ -87,9 +102,13 @@ def _in_tiles(
 
 def _is_tame(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Whether no score can be TAME or more, scaled or not; False for NaN."""
-    most = math.sqrt(TAME / (query.shape[3] * max(1.0, abs(scale))))
-    limit = min(most, torch.finfo(query.dtype).max)
+    limit = tame_limit(query.dtype, query.shape[3], scale)
     return (query.abs() <= limit).all() & (key.abs() <= limit).all()
+
+
+def tame_limit(dtype: torch.dtype, columns: int, scale: float) -> float:
+    """The largest number in queries and keys of so many columns for which no score can be TAME or more."""
+    return min(math.sqrt(TAME / (columns * max(1.0, abs(scale)))), torch.finfo(dtype).max)
 
 
 def seen_keys(mask: Tensor | None) -> Tensor | None:

@@ -95,7 +95,8 @@ REFUSED = {
     "at most 32 bits": ({"dtype": torch.float64}, CALLS),
     "the kernel is for at most 512 columns of a latent": ({"rank": 1024}, LATENT),
     "the kernel is for at most 16 new tokens of a sequence": ({"tokens": 17}, LATENT),
-    "the kernel is for absorbed queries": ({"absorbed": 0}, LATENT[2:]),
+    "parts are for more than 268435456": ({"absorbed": 0}, ["mla_attention"]),
+    "the kernel is for absorbed queries": ({"absorbed": 0}, ["mla_attention.with_lse"]),
 }
 
 
