@@ -2,6 +2,7 @@
 
 python benchmarks/gpu.py                a few minutes
 python benchmarks/gpu.py --bandwidth 4800   of the device in GB/s; measured by a copy if not given
+python benchmarks/gpu.py --kernels flash_mla    or flashinfer: a library in place of our kernel, in compiled code
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from results import Results, Row, console, finish, parser
 
+import mla_fx
 from mla_fx.ops.emitted import latent_attention
 from mla_fx.ops.emitted.latent_attention import Arguments
 
-RANK, ROPE = 512, 64
+RANK, ROPE, PAGE = 512, 64, 64
 HEADS, BATCHES, CONTEXTS = (16, 64, 128), (1, 8, 32, 128), (1024, 8192, 65536)
 MOST = 2**33  # bytes of caches
 LARGE = 2**30  # bytes of the copy that measures the bandwidth
@@ -58,19 +61,41 @@ def plain(a: Arguments) -> torch.Tensor:
     return ((scores.float() * a.scale).softmax(-1).to(a.query.dtype) @ a.kv_cache).unsqueeze(1)
 
 
-def rows(rate: float, rounds: int) -> Iterator[Row]:
+def paged(a: Arguments) -> Arguments:
+    """The same call over pages of one cache."""
+    assert a.kr_cache is not None
+    pool = torch.cat((a.kv_cache, a.kr_cache), -1).view(-1, PAGE, RANK + ROPE)
+    table = torch.arange(len(pool), dtype=torch.int32, device="cuda").view(len(a.query), -1)
+    return replace(a, kv_cache=pool[..., :RANK], kr_cache=pool[..., RANK:], block_table=table)
+
+
+def attending(kernels: str) -> Callable[[Arguments], torch.Tensor]:
     from mla_fx.lowering.cuda import split_keys
 
+    if kernels == "triton":
+        return split_keys.attend
+
+    def step(given: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
+        out: torch.Tensor = latent_attention.operator.overload(**given, mask=None, scale=scale)
+        return out
+
+    fused = torch.compile(step, backend=mla_fx.get_backend(kernels=kernels), dynamic=False)
+    return lambda a: fused({name: value for name, value in vars(a).items() if torch.is_tensor(value)}, a.scale)
+
+
+def rows(rate: float, rounds: int, kernels: str) -> Iterator[Row]:
+    attend = attending(kernels)
     stock = torch.compile(plain, dynamic=False)
     for batch, heads, context in itertools.product(BATCHES, HEADS, CONTEXTS):
         read = batch * context * (RANK + ROPE) * 2
         if read > MOST:
             continue
         a = arguments(batch, heads, context)
+        given = a if kernels == "triton" else paged(a)
         exact = latent_attention.body(a).double()
-        error = float((split_keys.run(a)[0].double() - exact).norm() / exact.norm())
+        error = float((attend(given).double() - exact).norm() / exact.norm())
         assert error < 2**-6, f"the kernel is off by {error}"
-        ours = milliseconds(lambda a=a: split_keys.run(a), rounds)  # type: ignore[misc]  # mypy drops the default
+        ours = milliseconds(lambda given=given: attend(given), rounds)  # type: ignore[misc]  # mypy drops the default
         theirs = milliseconds(lambda a=a: stock(a), rounds)  # type: ignore[misc]  # mypy drops the default
         what = f"{batch} x {context}, {heads} heads"
         console.log(f"{what}: {ours:.3f} ms, stock Inductor {theirs:.3f} ms, reading alone {read / rate:.3f} ms")
@@ -82,12 +107,13 @@ def rows(rate: float, rounds: int) -> Iterator[Row]:
 def main() -> None:
     options = parser(__doc__, rounds=20)
     options.add_argument("--bandwidth", type=float, help="of the device's memory, in GB/s")
+    options.add_argument("--kernels", choices=("triton", "flash_mla", "flashinfer"), default="triton")
     given = options.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("gpu.py needs a CUDA device; there is none.")
     rate = given.bandwidth * 1e6 if given.bandwidth else bandwidth(given.rounds)
-    notes = [f"{torch.cuda.get_device_name()}, {rate / 1e6:.0f} GB/s"]
-    finish(Results(list(rows(rate, given.rounds)), notes=notes), given)
+    notes = [f"{given.kernels} on {torch.cuda.get_device_name()}, {rate / 1e6:.0f} GB/s"]
+    finish(Results(list(rows(rate, given.rounds, given.kernels)), notes=notes), given)
 
 
 if __name__ == "__main__":

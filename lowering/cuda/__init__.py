@@ -1,4 +1,4 @@
-"""Kernels for CUDA devices of NVIDIA, in Triton, which comes with PyTorch for CUDA.
+"""Kernels for CUDA devices of NVIDIA, in Triton, which comes with PyTorch for CUDA, or in a library of the user's.
 
 A file that lowers an operator names it, `OPERATOR`, and has a function `lower(a)`, as in `loops`. Where it raises
 NoMatch, the lowering of that folder is used. With a device and Triton, all files are imported at once: they declare the
@@ -18,8 +18,6 @@ from mla_fx.target import Lowering, first_of, modules_of_operators
 IS_NVIDIA = torch.cuda.is_available() and torch.version.hip is None  # PyTorch calls AMD's devices "cuda", too
 HAS_KERNELS = IS_NVIDIA and importlib.util.find_spec("triton") is not None
 LOWERINGS = {entry.overload: module for entry, module in modules_of_operators(__name__)} if HAS_KERNELS else {}
-
-
 LIBRARIES = ("flash_mla", "flashinfer")  # packages of the user's, each with a file here
 KERNELS = ("auto", "triton", *LIBRARIES)
 

@@ -19,7 +19,7 @@ from mla_fx.ops.emitted.latent_attention import Arguments
 
 from ..ascend import limits
 from . import split_keys
-from .libraries import check_chip, check_operands, imported
+from .libraries import RANK, ROPE, check_chip, check_operands, imported
 from .single_tokens import by_tokens
 
 KERNEL = "flash_mla"
@@ -43,6 +43,8 @@ def check(a: Any, query: Tensor) -> None:
     if a.block_table is None:
         raise NoMatch(f"block_table is None; {KERNEL} takes pages")
     limits.size("kv_cache has BlockSize", a.kv_cache.shape[1], KERNEL, [PAGE])
+    for name in ("kv_cache", "kr_cache"):  # views of one cache
+        limits.size(f"the stride of rows of {name}", getattr(a, name).stride(1), KERNEL, [RANK + ROPE])
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:

@@ -73,5 +73,5 @@ def check_operands(a: Any, query: Tensor, kernel: str) -> None:
     limits.size("kv_cache has Hckv", a.kv_cache.shape[2], kernel, [RANK])
     limits.size("kr_cache has Dr", a.kr_cache.shape[2], kernel, [ROPE])
     limits.size("kr_cache has BlockNum", a.kr_cache.shape[0], kernel, [a.kv_cache.shape[0]])
-    if isinstance(query.shape[1], int):  # a symbol is few tokens here: others are not absorbed
+    if isinstance(query.shape[1], int):
         limits.between("query has S", query.shape[1], kernel, 1, MOST_TOKENS)

@@ -9,7 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.mla_attention import Arguments, absorbed, in_latent_space, is_absorbed, is_chosen_at_run_time
+from mla_fx.ops.emitted.mla_attention import (
+    CHOOSES,
+    Arguments,
+    absorbed,
+    in_latent_space,
+    is_absorbed,
+    is_chosen_at_run_time,
+)
 from mla_fx.ops.emitted.tiled_attention import Form
 
 from ..loops.mla_attention import at_run_time, check_forms, tiled
@@ -46,21 +53,17 @@ def expanded(a: Arguments) -> Form:
 
 
 def lower_to(library: Any, a: Arguments) -> Callable[[Arguments], Tensor]:
-    chooses = is_chosen_at_run_time(a)
-    if not chooses and not is_absorbed(a):
+    if is_chosen_at_run_time(a):
+        raise NoMatch(CHOOSES)  # a conditional would copy the views of one cache
+    if not is_absorbed(a):
         raise NoMatch("it takes absorbed queries")
     library.check(a, in_latent_space(a).query)
-    if chooses:
-        check_forms(a)
-    return absorbed_by(library, chooses)
+    return absorbed_by(library)
 
 
 @functools.cache  # one function for equal calls, which are traced once
-def absorbed_by(library: Any, chooses: bool) -> Callable[[Arguments], Tensor]:
+def absorbed_by(library: Any) -> Callable[[Arguments], Tensor]:
     def of(a: Arguments) -> Tensor:
         return absorbed(a, library.attend)
 
-    def chosen(a: Arguments) -> Tensor:
-        return at_run_time(a, expanded(a), of)
-
-    return chosen if chooses else of
+    return of

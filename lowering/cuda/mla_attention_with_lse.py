@@ -29,7 +29,9 @@ def absorbed_in_parts(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def lower_to(library: Any, a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
-    if is_chosen_at_run_time(a) or not is_absorbed(a):
+    if is_chosen_at_run_time(a):
+        raise NoMatch(CHOOSES)
+    if not is_absorbed(a):
         raise NoMatch("it takes absorbed queries")
     library.check(a, in_latent_space(a).query)
     return absorbed_by(library)

@@ -45,7 +45,9 @@ def empty(*shape, dtype=torch.bfloat16, device="cuda"):
 
 
 def caches(page=64, rank=512, rope=64, pages=8, **kind):
-    return empty(pages, page, rank, **kind), empty(pages, page, rope, **kind)
+    """They have the strides of views of one cache, which PyTorch without CUDA does not make."""
+    strides = page * (rank + rope), rank + rope, 1
+    return [torch.empty_strided((pages, page, width), strides, **kind) for width in (rank, rope)]
 
 
 def table(device="cuda"):
@@ -63,7 +65,7 @@ def latent(heads=64, tokens=1, dtype=torch.bfloat16, device="cuda", given=None, 
 
 
 def plain(heads=64, tokens=1, dtype=torch.bfloat16, absorbed=128):
-    kind = {"dtype": dtype}
+    kind = {"dtype": dtype, "device": "cuda"}
     operands = empty(2, tokens, heads, 128, **kind), empty(2, tokens, heads, 64, **kind), *caches(**kind)
     names = "q_nope", "q_rope", "kv_cache", "kr_cache", "weight_uk", "weight_uv"
     up = empty(heads, 128, 512, **kind)
@@ -111,12 +113,13 @@ def test_absorbed_queries_go_to_a_library_too(name, fake):
         assert not isinstance(lowered(name, kernels, plain()), Instead)
 
 
-def test_few_tokens_are_absorbed_if_their_number_is_a_symbol(fake):
+def test_no_library_if_the_number_of_tokens_is_a_symbol(fake):
     tokens = fake.shape_env.create_unbacked_symint()
     torch._check(tokens >= 2)
-    module = cuda.LOWERINGS[mla_fx.ops.catalogue()["mla_attention"].overload]
-    lowered = module.lower_to(flash_mla, mla_attention.Arguments(**plain(tokens=tokens)))
-    assert lowered.__name__ == "chosen"
+    for name in ("mla_attention", "mla_attention.with_lse"):
+        module = cuda.LOWERINGS[mla_fx.ops.catalogue()[name].overload]
+        with pytest.raises(NoMatch, match="it chooses its form by the number of query tokens of each call"):
+            module.lower_to(flash_mla, mla_attention.Arguments(**plain(tokens=tokens)))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -143,6 +146,12 @@ REFUSED = {  # by what was asked for
     "flash_mla": {
         "query has N = 24; flash_mla takes 16, 32, 64 or 128": lambda: latent(heads=24),
         "kv_cache has BlockSize = 16; flash_mla takes 64": lambda: latent(page=16),
+        "the stride of rows of kv_cache = 512; flash_mla takes 576": lambda: latent(
+            given={"kv_cache": empty(8, 64, 512)}
+        ),
+        "the stride of rows of kr_cache = 64; flash_mla takes 576": lambda: latent(
+            given={"kr_cache": empty(8, 64, 64)}
+        ),
         "block_table is None; flash_mla takes pages": lambda: latent(pages=2, given={"block_table": None}),
     },
     "flashinfer": {},

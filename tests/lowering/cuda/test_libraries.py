@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.kernels import draw
+from lib.kernels import compiled, draw, error
 from lib.latent_calls import check_means_body
 
+from mla_fx.ops.common.define import on_arguments
 from mla_fx.ops.emitted import latent_attention
+from mla_fx.target import modules_of_operators
 
 pytest.importorskip("triton")
+from mla_fx.lowering import cuda
 from mla_fx.lowering.cuda import flash_mla, flashinfer, single_tokens, split_keys
 
 from . import stand_ins
@@ -140,6 +143,35 @@ def test_split_keys_gets_what_means_the_same():
 def test_dense_decoding_of_sgl_flash_mla(monkeypatch):
     stand_ins.install(monkeypatch, **stand_ins.OF_SGL)
     check_means_body(lambda a: run(flash_mla, a), CALLS["drafts"])
+
+
+def test_layers_share_the_conversion_of_lengths_and_tables(library, monkeypatch):
+    """Compiled for a CPU, where the operator of the library gets a kernel. Caches are not copied for it."""
+    combined, own = [], flash_mla.is_combined
+    monkeypatch.setattr(flash_mla, "is_combined", lambda a: combined.append(own(a)) or own(a))
+    monkeypatch.setattr(library, "check", lambda a, query: None)
+    found = {entry.overload: module for entry, module in modules_of_operators("mla_fx.lowering.cuda")}
+    monkeypatch.setattr(cuda, "LOWERINGS", found)
+    attend, first, second = torch.ops.mla_fx.latent_attention.default, CALLS["drafts"], moved(CALLS["drafts"], 0)
+
+    def layers(query, rope, pool, other, lens, table):
+        for cache in (pool, other):
+            parts = cache[..., :512], cache[..., 512:]
+            query = attend(query, rope, *parts, None, lens, None, table, scale=0.05)
+        return query
+
+    pools = (a.kv_cache.as_strided((POOL, PAGE, 576), a.kv_cache.stride()) for a in (first, second))
+    inputs = first.query, first.query_rope, *pools, first.context_lens, first.block_table
+    with torch.library._scoped_library("mla_fx", "IMPL") as kernels:
+        run = on_arguments(library.run, latent_attention.Arguments)
+        kernels.impl(f"attention_by_{library.KERNEL}", run, "CPU")
+        out, code, _ = compiled(layers, *inputs, options={"kernels": library.KERNEL})
+    calls = code.partition("def call(")[2].partition("def get_args")[0]
+    assert calls.count(f"= torch.ops.mla_fx.attention_by_{library.KERNEL}.default(") == 2
+    assert calls.count("cpp_fused") == 3, "before, between and after the calls"
+    exact = layers(*(value.double() if value.is_floating_point() else value for value in inputs))
+    assert error(out, exact) <= error(layers(*inputs), exact) + 2**-8
+    assert combined[-2:] == ([True, True] if library is flash_mla else []), "before them, the lowering is checked"
 
 
 def test_flashinfer_stays_out_of_cuda_graphs():
