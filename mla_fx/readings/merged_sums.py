@@ -25,13 +25,14 @@ from mla_fx.graph.provenance import name_of
 
 from .arithmetic import Arithmetic
 from .attention import Attention, weighted_by
-from .axes import Axis, Index
+from .axes import Axis, Index, of_axis
 from .calls import CASTS, args_of, argument, operands_of
 from .contraction import PRODUCTS, Contraction, contraction, reduced, summed
 from .divided_late import SUMS
 from .element import Element, computed_from, computed_with, operand, resolve
 from .merged_parts import Merge, merge, merge_before, merges
 from .reading import Reading, renamed
+from .sizes import Size
 from .softmax import EXPONENTIALS, Softmax, exponent, exponential, largest_of
 from .views import MOVERS, fresh_index, shape_of
 
@@ -71,7 +72,7 @@ def ends_of_sums(graph: Graph) -> Iterator[Node]:
 def merged_sums(node: Node) -> MergedSums:
     """The nearest merge of sums among a value and those that arithmetic computes it from. Raises NoMatch with the
     reason if there is none."""
-    factors = dict(_factors(node))
+    factors = _factors(node)
     found = merge_before(node, lambda node: merge(node, _Sums(factors=factors), SCALES))
     if found.cleans:
         raise NoMatch("sums that are infinite or NaN are left out", found.node)
@@ -143,14 +144,16 @@ def _difference(exp: Node, index: tuple[Index, ...]) -> tuple[Element, Element] 
     return logits, less
 
 
-def _factors(end: Node) -> Iterator[tuple[Node, float]]:
-    """The logits of the exponentials that a value is computed from, and the factor of each."""
+def _factors(end: Node) -> dict[Node, float]:
+    """The logits of the exponentials that a value is computed from, and the factor of each; 0 if there are several."""
+    found: dict[Node, float] = {}
     for node in (end, *computed_from(end)):
         for exp in _exponentials(node) if node.target in SUMS else ():
             difference = _difference(exp, fresh_index(exp))
             if difference is not None:
                 factor, plain = difference[0].apart()
-                yield plain.node, factor
+                found[plain.node] = factor if found.get(plain.node, factor) == factor else 0.0
+    return found
 
 
 @dataclass
@@ -159,7 +162,10 @@ class _Sums(Arithmetic):
 
     factors: dict[Node, float] = field(default_factory=dict)
     lses: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """The places of logarithms, by what their logits are but for a factor."""
+    """The places of logarithms, by what their logits are."""
+
+    names: dict[Size, Index] = field(default_factory=dict)
+    """The keys of a context have one name in all sums."""
 
     def _computed(self, plain: Element) -> int:
         found = self._sum(plain)
@@ -181,16 +187,18 @@ class _Sums(Arithmetic):
     def _largest(self, call: Node, index: tuple[Index, ...]) -> int | None:
         source, index, over = reduced(call, index)
         logits, keys = resolve(source, index), over[0].axis if len(over) == 1 else None
-        unit = self.factors.get(logits.apart()[1].node, 0.0) / logits.factor
+        factor, plain = logits.apart()
+        unit = self.factors.get(plain.node, 0.0) / factor
         if keys is None or not unit > 0:
             return None
-        lse = self._lse(logits, keys)
+        lse = self._lse(plain.times(self.factors[plain.node]), keys)
         distance = 1 + (lse % 7) / 7
         return self._add(lambda lse: (lse - distance * (1 + lse.sigmoid())) / unit, [lse])
 
     def _lse(self, logits: Element, keys: Axis) -> int:
-        _, plain = logits.apart()
-        key = plain.node, renamed(plain.index, {keys: Index(0)}), keys.size
+        factor, plain = logits.apart()
+        name = self.names.setdefault(keys.size, of_axis(keys))
+        key = factor, plain.node, renamed(plain.index, {keys: name})
         if key not in self.lses:
             self.lses[key] = self._add(None, [])
             self.leaves[self.lses[key]] = logits

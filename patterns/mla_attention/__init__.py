@@ -302,9 +302,10 @@ class MlaAttentionSums(MlaAttentionLse):
         every = [axes(part, "a dimension of the merge", found.node) for part in found.index]
         *rows, columns = filter(None, every)
         outs, lses = list[Expression](), list[Expression]()
+        dtype = functools.reduce(torch.promote_types, map(_dtype, parts))
         for part in parts:
             out, sums, _ = self.attend(part, with_lse=True)
-            outs.append(tensor(out, [*rows, columns], dtype=_dtype(part), expand=True))
+            outs.append(tensor(out, [*rows, columns], dtype=dtype, expand=True))
             lses.append(tensor(result(sums, part.dims("b s n")), rows, expand=True))
         call = Call(fused.merge_attention.default, outs, lses)
         merged: Expression = Call(operator.getitem, call, 0)

@@ -199,6 +199,22 @@ def test_numbers_of_16_bits_by_inductor(name):
     assert "latent_attention" in backend.reports[-1].fused, str(backend.reports[-1])
 
 
+def test_the_largest_score_of_other_keys_is_unknown():
+    """There it may be minus infinity, or finite, where that of the part is not."""
+
+    def loop(chunks):
+        scores = torch.cat([hide(scores, hidden) for scores, hidden, _ in chunks], -1)
+        latents, out, total = torch.cat([latent for *_, latent in chunks], -2), 0.0, 0.0
+        for some, others in ((slice(0, 8), slice(0, 16, 2)), (slice(8, 16), slice(8, 16))):
+            weights = (scores[..., some] - scores[..., others].amax(-1, keepdim=True)).exp()
+            shrink = scores[..., others].amax(-1, keepdim=True).exp()
+            out, total = out + weights @ latents[..., some, :] * shrink, total + weights.sum(-1, keepdim=True) * shrink
+        return out / total
+
+    report = check(Loop(loop), None)
+    assert "merge_attention" not in report.fused, str(report)
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_stays_what_it_is(name):
     report = check(Loop(twin(TWINS[name])), None)
