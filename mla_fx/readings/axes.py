@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 
-from .sizes import Size, at_most, plain, ratio, strides_of
+from .sizes import Size, at_most, multiples, plain, ratio, strides_of
 
 _serial = itertools.count()
 
@@ -371,10 +371,11 @@ def _digits(offset: Size, strides: Sequence[Size], sizes: Sequence[Size]) -> lis
         elif (times := ratio(offset, stride)) is not None:
             digits.append(times)
             offset = 0
-        elif at_most(0, offset) and (at_most(offset + 1, known) or at_most(offset + 1, stride)):
-            digits.append(0)
         else:
-            return None
+            times, offset = multiples(offset, stride)
+            if not (at_most(0, offset) and (at_most(offset + 1, known) or at_most(offset + 1, stride))):
+                return None
+            digits.append(times)
     return digits
 
 

@@ -218,6 +218,12 @@ def _symbolic_ratio(numerator: sympy.Expr, denominator: sympy.Expr) -> Size | No
     return plain(quotient)
 
 
+def multiples(size: Size, divisor: Size) -> tuple[Size, Size]:
+    """The terms of a sum that are multiples of a divisor, divided by it, and the rest of the sum."""
+    found = [term for term in sympy.Add.make_args(sympy.expand(size)) if ratio(term, divisor) is not None]
+    return plain(sum(ratio(term, divisor) for term in found)), plain(size - sum(found))
+
+
 def common(one: Size, other: Size) -> Size:
     """The greatest size that provably divides both."""
     return plain(sympy.gcd(one, other))

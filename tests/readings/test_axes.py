@@ -88,6 +88,15 @@ def test_reshape_of_symbolic_sizes():
     assert width.axis.size == 6
 
 
+def test_an_offset_of_rows_and_columns_is_carried_into_both():
+    first, tokens = sympy.symbols("f t", positive=True, integer=True)
+    row, column = Axis(tokens), Axis(2)
+    read = shifted(of_axis(row), first), shifted(of_axis(column), 3)
+    flat = reshape(read, [first + tokens, 6], [6 * (first + tokens)])
+    assert reshape(flat, [6 * (first + tokens)], [first + tokens, 6]) == read
+    assert reshape([shifted(flat[0], 2)], [6 * (first + tokens)], [first + tokens, 6]) is None
+
+
 def test_a_number_is_not_placed_below_a_size_that_may_be_smaller():
     tokens = sympy.Symbol("s", positive=True, integer=True)
     assert reshape([Index(7)], [3 * tokens], [3, tokens]) is None
