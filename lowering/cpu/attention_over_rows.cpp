@@ -23,6 +23,7 @@ constexpr int64_t LANES = Lanes::size();  // and scores are of a multiple of so 
 struct Call {
   const char *query, *query_rope, *kv_cache, *kr_cache, *table, *lengths, *mask, *sinks, *values;
   char *out, *lse;
+  const char* starts;  // of sequences that lie one behind the other: [B + 1]; then no sequence has more than S tokens
   int64_t B, S, N, T, R, Dr, V;
   int64_t query_b, query_s, query_n, rope_b, rope_s, rope_n;
   int64_t kv_page, kv_row, kv_pages, kr_page, kr_row, kr_pages;
@@ -62,9 +63,13 @@ class Attention {
   };
   Set set(int64_t number) const { return {number / (a.N / H), number % (a.N / H) * H}; }
 
+  // The first row of a sequence in queries, keys and results, and its tokens.
+  int64_t start(int64_t b) const { return a.starts ? reinterpret_cast<const int64_t*>(a.starts)[b] : 0; }
+  int64_t tokens(int64_t b) const { return a.starts ? start(b + 1) - start(b) : a.S; }
+
   // The number of keys that token s sees, apart from a mask.
   int64_t seen(int64_t b, int64_t s) const {
-    if (!a.lengths) return a.T;
+    if (!a.lengths) return a.starts ? tokens(b) : a.T;
     const int64_t length = reinterpret_cast<const int64_t*>(a.lengths)[b * a.lengths_b];  // any number
     return std::clamp<int64_t>(std::clamp<int64_t>(length, 0, a.T + a.S) - a.S + 1 + s, 0, a.T);
   }
@@ -106,8 +111,8 @@ class Attention {
       const int64_t row = t % a.page, end = std::min(last, t - row + a.page), number = number_of_page(of.b, t / a.page);
       const int64_t kv = number < 0 ? number + a.kv_pages : number, kr = number < 0 ? number + a.kr_pages : number;
       const auto* latent = reinterpret_cast<const Stored*>(a.kv_cache) + of.n * a.kv_n + kv * a.kv_page;
-      latent += row * a.kv_row;
-      const auto* key = reinterpret_cast<const Stored*>(a.kr_cache) + kr * a.kr_page + row * a.kr_row;
+      latent += (start(of.b) + row) * a.kv_row;
+      const auto* key = reinterpret_cast<const Stored*>(a.kr_cache) + kr * a.kr_page + (start(of.b) + row) * a.kr_row;
       for (; t < end; ++t, to += W, latent += a.kv_row, key += a.kr_row) {
         copy(latent, to, a.R);
         copy(key, to + a.R, a.Dr);
@@ -119,7 +124,7 @@ class Attention {
   // `to` becomes the values of keys first..last, and zeros up to `padded` rows.
   void gather_values(Set of, int64_t first, int64_t last, int64_t padded, Number* to) const {
     const auto* value = reinterpret_cast<const Stored*>(a.values) + of.b * a.values_b + of.n * a.values_n;
-    value += first * a.values_row;
+    value += (start(of.b) + first) * a.values_row;
     for (int64_t t = first; t < last; ++t, to += a.V, value += a.values_row) copy(value, to, a.V);
     std::memset(static_cast<void*>(to), 0, (padded - (last - first)) * a.V * sizeof(Number));
   }
@@ -128,7 +133,7 @@ class Attention {
   void gather_queries(Set of, int64_t first, int64_t last, Number* to) const {
     std::memset(static_cast<void*>(to), 0, rounded_up(last - first, LANES) * W * sizeof(Number));
     for (int64_t m = first; m < last; ++m, to += W) {
-      const int64_t s = m / H, n = of.n + m % H;
+      const int64_t s = start(of.b) + m / H, n = of.n + m % H;
       copy(reinterpret_cast<const Given*>(a.query) + of.b * a.query_b + s * a.query_s + n * a.query_n, to, a.R);
       const auto* rope = reinterpret_cast<const Given*>(a.query_rope);
       copy(rope + of.b * a.rope_b + s * a.rope_s + n * a.rope_n, to + a.R, a.Dr);
@@ -152,8 +157,8 @@ class Attention {
     const int64_t keys_read = a.has_fill ? a.T : seen(of.b, (last_row - 1) / H);
     const int64_t size = rounded_up((keys_read + parts - 1) / parts, tile);
     const int64_t first = std::min(keys_read, part * size), last = std::min(keys_read, first + size);
-    const int64_t start = (number * M + first_row) * parts + part, sums_row = parts * a.V;
-    float* sum = parts == 1 ? own.get() : sums.get() + start * a.V;
+    const int64_t place = (number * M + first_row) * parts + part, sums_row = parts * a.V;
+    float* sum = parts == 1 ? own.get() : sums.get() + place * a.V;
     if (a.query_is_float) gather_queries<float>(of, first_row, last_row, given.get());
     else gather_queries<Stored>(of, first_row, last_row, given.get());
     for (int64_t row = 0; row < count; row += BLOCK)
@@ -184,8 +189,8 @@ class Attention {
     }
     at::native::cpublas::brgemm_release(pairs);
     for (int64_t row = 0; row < count; ++row) {
-      maxima.get()[start + row * parts] = maximum.get()[row];
-      totals.get()[start + row * parts] = total.get()[row];
+      maxima.get()[place + row * parts] = maximum.get()[row];
+      totals.get()[place + row * parts] = total.get()[row];
       if (parts == 1) store(number * M + first_row + row, sum + row * a.V, maximum.get()[row], total.get()[row]);
     }
   }
@@ -280,7 +285,8 @@ class Attention {
   // The results of one query row of all sets; `sum` is used up.
   void store(int64_t row, float* sum, float maximum, float total) const {
     const Set of = set(row / M);
-    const int64_t m = row % M, n = of.n + m % H, to = (of.b * a.S + m / H) * a.N + n;
+    const int64_t m = row % M, n = of.n + m % H, first = a.starts ? start(of.b) : of.b * a.S;
+    const int64_t to = (first + m / H) * a.N + n;
     const float most = static_cast<float>(a.most);
     reinterpret_cast<float*>(a.lse)[to] = total == 0 ? NOTHING : maximum + std::log(total / most);
     float factor = total == 0 ? 0 : 1 / total;
@@ -318,13 +324,15 @@ class Attention {
       Scratch scratch(*this);
 #pragma omp for schedule(dynamic)
       for (int64_t task = 0; task < tasks; ++task) {
-        const int64_t first = task / parts % groups * group;
-        run_task(task / parts / groups, first, std::min(M, first + group), task % parts, scratch);
+        const int64_t number = task / parts / groups, first = task / parts % groups * group;
+        const int64_t last = std::min(tokens(set(number).b) * H, first + group);
+        if (first < last) run_task(number, first, last, task % parts, scratch);
       }
     }
     if (parts == 1) return;
 #pragma omp parallel for
-    for (int64_t row = 0; row < sets * M; ++row) join_parts(row);
+    for (int64_t row = 0; row < sets * M; ++row)
+      if (row % M < tokens(set(row / M).b) * H) join_parts(row);
   }
 };
 

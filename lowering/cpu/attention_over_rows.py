@@ -20,7 +20,7 @@ from mla_fx.ops.emitted.tiled_attention import count_of_scores
 from .built import built
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CALL = struct.Struct("45q3d")  # `Call` in the C++ file
+CALL = struct.Struct("46q3d")  # `Call` in the C++ file
 MANY_SCORES = 2**17
 LARGEST = torch.finfo(torch.float32).max
 
@@ -56,27 +56,33 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def run_into(a: Arguments, out: Tensor, lse: Tensor, values: Tensor | None = None) -> None:
-    """Compute both. With values [B, N, T, V], kv_cache has keys of each head, [B, N, T, R]."""
+def run_into(
+    a: Arguments, out: Tensor, lse: Tensor, values: Tensor | None = None, starts: Tensor | None = None
+) -> None:
+    """Compute both. With values [B, N, T, V], kv_cache has keys of each head, [B, N, T, R].
+
+    With starts, int64 [B + 1], sequences lie one behind the other in memory: b has the rows from starts[b] to
+    starts[b + 1] of queries, keys, values and results. S is the most tokens of one, and T as many keys."""
     if out.numel() == 0:
         return
     rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
     query, rope, kv_cache, kr_cache, table = map(in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
     sinks, values = None if a.sinks is None else a.sinks.float().contiguous(), in_rows(values)
-    held = query, rope, kv_cache, kr_cache, table, lengths_of(a), mask_of(a), sinks, values, out, lse  # while it runs
+    hidden = lengths_of(a), mask_of(a)
+    held = query, rope, kv_cache, kr_cache, table, *hidden, sinks, values, out, lse, starts  # while it runs
     if _library().attention_over_rows(_call(a, held), DTYPES[kv_cache.dtype]):
         latent_attention.check(a)  # which says what is wrong with the table
 
 
 def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
     """`Call` of the C++ file. The operands are in its order."""
-    query, query_rope, kv_cache, kr_cache, table, lengths, mask, _, values, out, _ = held
+    query, query_rope, kv_cache, kr_cache, table, lengths, mask, _, values, out, *_ = held
     assert query is not None and kv_cache is not None and out is not None
     batch, steps, heads, rank = query.shape
     context = context_of(kv_cache, table)
     return CALL.pack(
         *(0 if value is None else value.data_ptr() for value in held),
-        *(batch, steps, heads, context, rank, 0 if query_rope is None else query_rope.shape[3], out.shape[3]),
+        *(batch, steps, heads, context, rank, 0 if query_rope is None else query_rope.shape[3], out.shape[-1]),
         *(*strides(query, 3), *strides(query_rope, 3)),
         *(kv_cache.stride(0), kv_cache.stride(-2), kv_cache.shape[0]),
         *(*strides(kr_cache, 2), 0 if kr_cache is None else kr_cache.shape[0]),

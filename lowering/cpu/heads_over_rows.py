@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.machine import multiplies_pairs, multiplies_tiles
-from mla_fx.ops.emitted import latent_attention, mla_attention_with_lse
+from mla_fx.ops.emitted import latent_attention, mla_attention_with_lse, packed_mla_attention
 from mla_fx.ops.emitted.attention import aligned
 from mla_fx.ops.emitted.mla_attention import Arguments, unpaged
 from mla_fx.ops.emitted.pages import context_of
@@ -19,7 +19,7 @@ EXPANDED = 2**23  # elements of keys and values at a time; measured: memory is t
 FEW_SCORES = 2**20  # measured: loops take no longer for these
 
 
-def is_fast(a: Arguments) -> bool:
+def is_fast(a: Arguments | packed_mla_attention.Arguments) -> bool:
     """Whether this is faster than PyTorch's kernel, which multiplies bfloat16 fast by AMX alone."""
     is_served = a.q_nope.dtype == torch.bfloat16 and a.q_nope.device.type == "cpu"
     return is_served and multiplies_pairs() and not multiplies_tiles() and attention_over_rows.is_built()
@@ -38,7 +38,7 @@ def attend(a: Arguments) -> Tensor:
 
 def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same as the expanded form of mla_attention.with_lse, whose logarithms leave out sinks."""
-    a, weight = unpaged(a), _one_weight(a.weight_uk, a.weight_uv)
+    a, weight = unpaged(a), one_weight(a.weight_uk, a.weight_uv)
     a = a if a.mask is None else replace(a, mask=aligned(a.mask, rows_first=False))
     batch, (heads, width) = a.q_nope.shape[0], weight.shape[:2]
     of_head = max(1, a.kv_cache.shape[1] * width)
@@ -54,7 +54,7 @@ def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _one_weight(weight_uk: Tensor, weight_uv: Tensor) -> Tensor:
+def one_weight(weight_uk: Tensor, weight_uv: Tensor) -> Tensor:
     """[N, D + Dv, R], as it is stored if both are parts of it: a copy for each call takes as long as a small prompt."""
     nope, (heads, value, rank) = weight_uk.shape[1], weight_uv.shape
     strides = (nope + value) * rank, rank, 1

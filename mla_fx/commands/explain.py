@@ -33,7 +33,7 @@ from .models import Call, config_class, full_call, script_call, tiny_call
 
 ALL = "all"
 BY_DEFAULT = "reference"
-MLA = frozenset(overload._opname for overload in ATTENTION)
+MLA = frozenset(overload._opname for overload in ATTENTION) | {"packed_mla_attention"}
 FEWER = "--layers 1 compiles the first layer alone, which may do without what is not compiled"
 
 

@@ -24,7 +24,7 @@ TABLES = frozenset({"block_table", "block_tables"})
 LOOPS = frozenset({"pointwise", "view_copy", "full", "empty", "copy"})
 PROMPTS = "sparse_mla_attention"
 SPARSE = frozenset({"sparse_latent_attention", PROMPTS})
-ATTENTION = frozenset({"latent_attention", "mla_attention", "paged_attention"}) | SPARSE
+ATTENTION = frozenset({"latent_attention", "mla_attention", "packed_mla_attention", "paged_attention"}) | SPARSE
 
 
 @dataclass(frozen=True)

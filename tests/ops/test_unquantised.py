@@ -22,6 +22,7 @@ PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "T
 PLAIN = [
     *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "sparse_latent_attention", "lightning_index")),
     *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "sparse_mla_attention", "merge_attention")),
+    *cases(DTYPES, ("packed_mla_attention",)),
     *cases(DTYPES, ("rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
@@ -332,6 +333,17 @@ REFUSALS = {
         (change(3, drop), "q_rope is given and kr_cache is None"),
         (option(sinks=torch.zeros(1, 3)), r"sinks has shape \[1, 3\]; it must be \[N\]"),
         (option(max_absorbed_tokens=-1), "max_absorbed_tokens is -1; it must be 0 or more"),
+    ],
+    "packed_mla_attention": [
+        (change(0, lambda q: q[None]), r"q_nope has shape \[1, 9, 3, 8\]; it must be \[T, N, D\]"),
+        (change(1, drop), "kr_cache is given and q_rope is None"),
+        (change(1, lambda q: q[1:]), r"q_rope has shape \[8, 3, 4\]; it must be \[T, N, Dr\]"),
+        (change(2, lambda c: c[1:]), r"kv_cache has shape \[8, 16\]; it must be \[T, Hckv\]"),
+        (change(3, torch.Tensor.double), "kr_cache has dtype torch.float64; it must be torch.float32"),
+        (change(5, lambda w: w[1:]), r"weight_uv has shape \[2, 6, 16\]"),
+        (change(6, lambda _: []), r"lens is \[\]; it must have one or more numbers, each 0 or more"),
+        (change(6, lambda _: [10, -1]), r"lens is \[10, -1\]; it must have one or more numbers, each 0 or more"),
+        (change(6, lambda _: [3, 1, 4]), r"lens is \[3, 1, 4\]; its sum must be T = 9"),
     ],
     "merge_attention": [
         (change(0, lambda outs: outs * 9), "outs has 18 tensors; it must have 1 to 16"),

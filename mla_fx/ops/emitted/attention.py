@@ -92,13 +92,13 @@ def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:
     return scores.masked_fill(~mask, -torch.inf if fill is None else min(max(fill, limits.min), limits.max))
 
 
-def check_rotary(name: str, arguments: Any, sizes: Sizes) -> None:
+def check_rotary(name: str, arguments: Any, sizes: Sizes, letters: str = "B, S, N, Dr") -> None:
     """Check that the queries `name` and kr_cache both have a rotary part, or neither."""
     queries, keys = getattr(arguments, name), arguments.kr_cache
     if (queries is None) != (keys is None):
         given, missing = (name, "kr_cache") if keys is None else ("kr_cache", name)
         raise ValueError(f"{given} is given and {missing} is None; a rotary part has both, or there is none.")
-    check_letters(arguments, sizes, **{name: "B, S, N, Dr"})
+    check_letters(arguments, sizes, **{name: letters})
 
 
 def check_mask(

@@ -155,6 +155,15 @@ def oracle_sums(
     return out, sums
 
 
+def oracle_packed(q, q_rope, kv, kr, w_uk, w_uv, lens, **options):
+    outs, first = [], 0
+    for length in lens:
+        own = [None if rows is None else rows[None, first : first + length] for rows in (q, q_rope, kv, kr)]
+        outs += [oracle_mla(*own, w_uk, w_uv, None, **options)[0][0]] if length else []
+        first += length
+    return (torch.cat(outs),)
+
+
 def oracle_visible(lens, steps, context):
     """[B, 1, S, T]: the last row attends to as many keys as the length says, each row before it to one less."""
     visible = torch.zeros(len(lens), 1, steps, context).bool()
@@ -262,6 +271,7 @@ def oracle_merge(outs, lses):
 
 ORACLES = {
     "merge_attention": oracle_merge,
+    "packed_mla_attention": oracle_packed,
     "mla_prolog": oracle_prolog,
     "kv_rmsnorm_rope_cache": oracle_kv,
     "latent_attention": oracle_latent,

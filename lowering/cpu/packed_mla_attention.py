@@ -1,0 +1,78 @@
+"""Lowers packed_mla_attention to attention_over_rows: keys and values are expanded for many short sequences at once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from mla_fx.errors import NoMatch
+from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.emitted import latent_attention, packed_mla_attention
+from mla_fx.ops.emitted.kernel_operands import in_rows
+from mla_fx.ops.emitted.packed_mla_attention import Arguments, kernel, sequences
+
+from . import attention_over_rows, heads_over_rows
+
+OPERATOR = "packed_mla_attention"
+
+
+def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+    if not heads_over_rows.is_fast(a):
+        raise NoMatch("loops are for other dtypes and machines")
+    return by_call
+
+
+def _run(a: Arguments) -> Tensor:
+    if not heads_over_rows.is_fast(a):  # the check of a rewrite computes in float64
+        return kernel(a)
+    out, first = packed_mla_attention.fake(a), 0
+    heads, nope, _ = a.weight_uk.shape
+    for lens in _groups(a.lens, heads_over_rows.EXPANDED // (heads * (nope + a.weight_uv.shape[1]))):
+        own, first = slice(first, first + sum(lens)), first + sum(lens)
+        is_whole = len(lens) == len(a.lens)  # cutting takes as long as a small call
+        _attend(a if is_whole else _of_rows(a, own, lens), out[own])
+    return out
+
+
+def _groups(lens: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Neighbours that have at most so many tokens together, or one that has more."""
+    some = list[int]()
+    for length in lens:
+        if some and sum(some) + length > most:
+            yield some
+            some = []
+        some.append(length)
+    yield some
+
+
+def _of_rows(a: Arguments, own: slice, lens: list[int]) -> Arguments:
+    q_rope, kr_cache = (None if value is None else value[own] for value in (a.q_rope, a.kr_cache))
+    return replace(a, q_nope=a.q_nope[own], q_rope=q_rope, kv_cache=a.kv_cache[own], kr_cache=kr_cache, lens=lens)
+
+
+def _attend(a: Arguments, out: Tensor) -> None:
+    if len(a.lens) == 1:  # which may be long
+        out.copy_(heads_over_rows.attend(next(sequences(a))).squeeze(0))
+        return
+    count, most, (heads, nope, _), width = len(a.lens), max(a.lens), a.weight_uk.shape, a.weight_uv.shape[1]
+    both = linear(a.kv_cache, heads_over_rows.one_weight(a.weight_uk, a.weight_uv).flatten(0, 1))
+
+    # As many rows for each sequence as the longest has, from the first one on: the kernel adds where it starts.
+    def of_each(value: Tensor | None) -> Any:
+        value = in_rows(value)
+        return value if value is None else value.as_strided([count, most, *value.shape[1:]], [0, *value.stride()])
+
+    def of_heads(columns: int, first: int) -> Tensor:
+        return both.as_strided([count, heads, most, columns], [0, nope + width, both.shape[1], 1], first)
+
+    operands = of_each(a.q_nope), of_each(a.q_rope), of_heads(nope, 0), of_each(a.kr_cache), None
+    own = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal)
+    lse, starts = out.new_empty(out.shape[:2], dtype=torch.float32), torch.tensor([0, *accumulate(a.lens)])
+    attention_over_rows.run_into(own, out, lse, of_heads(width, nope), starts)
+
+
+by_call = define_lean_on(Arguments, "packed_mla_attention_over_rows", _run, packed_mla_attention.fake, returns=("out",))

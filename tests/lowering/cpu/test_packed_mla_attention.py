@@ -1,0 +1,87 @@
+"""Packed sequences by one call of the C++ kernel, some at a time.
+
+The oracle is the body of the operator in float64, over the same numbers."""
+
+import pytest
+import torch
+from lib.kernels import compiled_call, doubled, draw, error
+from mla_fx.lowering.cpu import heads_over_rows
+from mla_fx.lowering.cpu import packed_mla_attention as lowering
+
+from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted import packed_mla_attention
+from mla_fx.ops.emitted.packed_mla_attention import Arguments, body
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+HEADS, NOPE, RANK, ROPE, VALUE = 5, 16, 24, 8, 12
+ALL_LENS = [(20, 33, 27), (0, 5, 0, 300, 1, 0), (7, 290, 3), (0, 0), (9,)]
+
+
+def call(*lens, dtype=torch.bfloat16, has_rope=True, is_causal=True):
+    up = draw(HEADS, NOPE + VALUE, RANK) * RANK**-0.5
+    widths = (HEADS, NOPE), (HEADS, ROPE), (RANK,), (ROPE,)
+    rows = [draw(sum(lens), *width, seed=seed).to(dtype) for seed, width in enumerate(widths)]
+    rows = [value if has_rope or width[-1] != ROPE else None for value, width in zip(rows, widths, strict=True)]
+    weights = up[:, :NOPE].to(dtype), up[:, NOPE:].to(dtype)
+    return Arguments(*rows, *weights, [*lens], scale=0.2, is_causal=is_causal)
+
+
+def check(a):
+    exact, out = body(doubled(a)), lowering._run(a)
+    assert out.shape == exact.shape and out.is_contiguous()
+    assert exact.numel() == 0 or error(out, exact) <= 2 * error(body(a), exact) + 2**-8
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """The kernel, whatever the machine multiplies fast."""
+    monkeypatch.setattr(heads_over_rows, "is_fast", lambda a: a.q_nope.dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("lens", ALL_LENS)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("has_rope", [True, False])
+def test_sequences_attend_to_themselves(fast, lens, is_causal, has_rope):
+    check(call(*lens, is_causal=is_causal, has_rope=has_rope))
+
+
+@pytest.mark.parametrize("most", [1, 30, 60])
+def test_keys_are_expanded_for_some_sequences_at_a_time(fast, monkeypatch, most):
+    monkeypatch.setattr(heads_over_rows, "EXPANDED", most * HEADS * (NOPE + VALUE))
+    check(call(20, 33, 27, 0, 2))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_keys_of_one_long_sequence_are_taken_in_parts(fast, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a = call(3, 700)
+        some = Arguments(*(value[:, :1] if value.dim() == 3 else value for value in (a.q_nope, a.q_rope)), a.kv_cache,
+                         a.kr_cache, a.weight_uk[:1], a.weight_uv[:1], a.lens, scale=0.2)  # fmt: skip
+        check(some)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_operands_may_have_any_strides(fast):
+    a = call(4, 6)
+    strided = [value.mT.contiguous().mT for value in (a.q_nope, a.q_rope, a.kv_cache, a.kr_cache)]
+    check(Arguments(*strided, a.weight_uk.clone(), a.weight_uv, a.lens, scale=0.2, is_causal=True))
+
+
+def test_compiled_code_calls_it_where_pairs_are_multiplied(fast):
+    a = call(10, 14)
+    found, code = compiled_call(packed_mla_attention.operator, a)
+    assert "torch.ops.mla_fx.packed_mla_attention_over_rows.default" in code
+    torch.testing.assert_close(found, lowering._run(a), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_loops_attend_to_one_sequence_after_the_other():
+    a = call(10, 14, dtype=torch.float32)
+    with pytest.raises(NoMatch, match="loops are for other dtypes and machines"):
+        lowering.lower(a)
+    found, code = compiled_call(packed_mla_attention.operator, a)
+    assert "mla_fx.packed_mla" not in code
+    torch.testing.assert_close(found, body(a), rtol=1e-4, atol=1e-5)
