@@ -21,7 +21,7 @@ from mla_fx.passes.hoist import hoist
 from mla_fx.passes.triage import has_bottleneck, is_functional, triage
 from mla_fx.readings.sizes import size_facts
 from mla_fx.readings.written_alike import written_alike
-from mla_fx.rewriting.cleanup import Snapshot, empty_parts, erase_orphans, round_trips, turns
+from mla_fx.rewriting.cleanup import Snapshot, empty_parts, erase_orphans, rejoined, round_trips, turns
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
@@ -74,7 +74,7 @@ def recognise_pieces(run: Run) -> None:
 def clean_up(run: Run) -> None:
     """Remove what the fusions left unused, and count the fused operators before the target lowers them."""
     if run.is_changed:
-        for plan in (one for find in (round_trips, empty_parts, turns) for one in find(run.emit)):
+        for plan in (one for find in (round_trips, empty_parts, rejoined, turns) for one in find(run.emit)):
             with contextlib.suppress(NoMatch):  # the call stays
                 apply(run, run.emit, "cleaning up", plan)
     _erase_orphans(run)

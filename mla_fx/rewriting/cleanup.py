@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
+from mla_fx.errors import NoMatch
 from mla_fx.graph.aliasing import written
-from mla_fx.graph.provenance import RULE
+from mla_fx.graph.provenance import RULE, fused_name
 from mla_fx.graph.torch_private import codegen_of
-from mla_fx.readings.calls import CASTS
+from mla_fx.readings.axes import axes
+from mla_fx.readings.calls import CASTS, args_of, argument
 from mla_fx.readings.element import is_coarser
+from mla_fx.readings.pieces import are_neighbours, joined
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import shape_of
 
@@ -20,6 +26,7 @@ from .draft import Change, Draft, value_of
 from .emitter import Emitter
 from .fake_values import signature
 from .inline import unturned
+from .materialize import tensor
 
 aten = torch.ops.aten
 MOVES = frozenset(
@@ -99,6 +106,22 @@ def turns(emit: Emitter) -> Iterator[Change]:
         value = node if node._erased else unturned(node)
         if value is not node and isinstance(value, Node):
             yield Change.of([(node, value)], {value})
+
+
+def rejoined(emit: Emitter) -> Iterator[Change]:
+    """The result of a fused operator where the program joins all its parts again, without having rounded them."""
+    for cat in emit.graph.find_nodes(op="call_function", target=aten.cat.default):
+        pieces, dim = args_of(cat)[0], argument(cat, 1, default=0) % len(shape_of(cat))
+        if not all(are_neighbours(one, other, dim) for one, other in itertools.pairwise(pieces)):
+            continue
+        element, index = joined(pieces, dim)
+        if fused_name(element.origin) is None or element.roundings:
+            continue
+        with emit.before(cat), contextlib.suppress(NoMatch):  # the parts lie in another order
+            dims = [axes(part, "a dimension", cat) for part in index]
+            whole = emit.evaluate(tensor(replace(element, top=None), dims))
+            if signature(value_of(whole)) == signature(cat.meta["val"]):
+                yield Change.of([(cat, whole)], {element.origin})
 
 
 def _strides(node: Node) -> list[Size]:
