@@ -42,6 +42,7 @@ STYLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "TokensOfPositions": lambda: servers.tokens_of_positions(*BATCHED),
     "VarlenPrefill": lambda: servers.prefill(20, 33, 27),
     "VarlenSliced": lambda: servers.prefill(20, 33, 27),
+    "VarlenExpanded": lambda: servers.prefill(20, 33, 27),
     "VarlenPaged": lambda: servers.paged(8, *TWICE),
     "OneSequence": lambda: servers.one_sequence(5),
     "ChunkedPrompt": lambda: parts.chunked_prompt(3, 64, 8),

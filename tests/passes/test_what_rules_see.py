@@ -24,8 +24,7 @@ NOTING = {"args_of", "options_of", "operands_of"}
 # Only here readers of values are looked up, to find where to begin; what is found is then read like anything else.
 # Whatever depends on who reads a value is decided where a replacement is applied.
 FINDING = {"anchors", "written_alike", "_first_user", "_guards", "_first_result", "products", "_rounded"}
-FINDING |= {"_users", "logarithms", "merges", "feeds_alone", "results", "_writes"}
-FINDING |= {"weights"}
+FINDING |= {"_users", "logarithms", "merges", "feeds_alone", "results", "_writes", "_following", "weights"}
 # Whether a rewrite pays depends on who else reads exponentials; whether it is right does not.
 FINDING |= {"_readers"}
 # A plan's check looks at these, and a replay compares what it looked at.

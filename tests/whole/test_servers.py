@@ -12,7 +12,7 @@ from lib.zoo.sizes import Step
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-ALL, EXPANDED = {"mla_prolog": 1, "latent_attention": 1}, {"mla_attention": 3}
+ALL, PACKED = {"mla_prolog": 1, "latent_attention": 1}, {"packed_mla_attention": 1}
 KEY_SIDE = {"kv_rmsnorm_rope_cache": 1}
 BUT_QUERY = {**KEY_SIDE, "mla_attention": 1}
 MERGED = {"mla_prolog": 1, "latent_attention": 2, "merge_attention": 1}
@@ -27,8 +27,9 @@ SPELLINGS = {
     servers.PagedDrafts: ([servers.paged_drafts(*sizes) for sizes in UNLIKE], ALL),
     servers.PagedDraftsBatched: ([servers.paged_drafts_batched(*sizes) for sizes in UNLIKE], ALL),
     servers.TokensOfPositions: ([servers.tokens_of_positions(*sizes) for sizes in UNLIKE], ALL),
-    servers.VarlenPrefill: ([servers.prefill(*lens) for lens in PROMPTS], EXPANDED),
-    servers.VarlenSliced: ([servers.prefill(*lens) for lens in PROMPTS], EXPANDED),
+    servers.VarlenPrefill: ([servers.prefill(*lens) for lens in PROMPTS], PACKED),
+    servers.VarlenSliced: ([servers.prefill(*lens) for lens in PROMPTS], PACKED),
+    servers.VarlenExpanded: ([servers.prefill(*lens) for lens in PROMPTS], PACKED),
     servers.Window: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], ALL),
     servers.DraftsExpanded: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], BUT_QUERY),
     servers.PagedDraftsDivided: ([servers.paged_drafts(*sizes) for sizes in UNLIKE], ALL),
@@ -75,6 +76,8 @@ def test_one_graph_for_all_sizes(kind):
         pytest.param(servers.VarlenPrefill, "inductor", marks=pytest.mark.campaign),
         pytest.param(servers.VarlenSliced, "reference", marks=pytest.mark.campaign),
         pytest.param(servers.VarlenSliced, "inductor", marks=pytest.mark.campaign),
+        pytest.param(servers.VarlenExpanded, "reference", marks=pytest.mark.campaign),
+        pytest.param(servers.VarlenExpanded, "inductor", marks=pytest.mark.campaign),
     ],
 )
 def test_sizes_that_become_symbols(kind, target):

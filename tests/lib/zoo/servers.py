@@ -58,7 +58,10 @@ class Server(nn.Module):
         z = self.sizes
         k_nope, value = linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
         key = torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, z.heads, -1)), dim=-1)
-        query = torch.cat((q_nope, q_pe), dim=-1)
+        return self.attend_per_head(torch.cat((q_nope, q_pe), dim=-1), key, value, **mask)
+
+    def attend_per_head(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
+        """[S,N,D+Dr], [L,N,D+Dr], [L,N,Dv] of one sequence."""
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         out = scaled_dot_product_attention(query, key, value, scale=self.scale, **mask)
         return out.squeeze(0).transpose(0, 1)
@@ -203,6 +206,21 @@ class VarlenSliced(VarlenPrefill):
             outs.append(self.attend_expanded(*parts, is_causal=True))
             start = end
         return self.project(torch.cat(outs))
+
+
+class VarlenExpanded(VarlenPrefill):
+    """The same with keys and values expanded once for all tokens, and split then."""
+
+    def forward(self, x: Tensor, positions: Tensor, caches: Any, slot_mapping: Tensor, lens: list[int]) -> Tensor:
+        z = self.sizes
+        q_nope, q_pe, latent, k_pe = self.rows(x, positions)
+        for cache, new in zip(caches, (latent, k_pe), strict=True):
+            cache.view(-1, cache.shape[-1])[slot_mapping] = new
+        k_nope, value = linear(latent, self.kv_b).unflatten(-1, (z.heads, -1)).split([z.nope, z.value], dim=-1)
+        key = torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, z.heads, -1)), dim=-1)
+        query = torch.cat((q_nope, q_pe), dim=-1)
+        parts = zip(*(part.split(lens) for part in (query, key, value)), strict=True)
+        return self.project(torch.cat([self.attend_per_head(*part, is_causal=True) for part in parts]))
 
 
 class VarlenCached(Server):

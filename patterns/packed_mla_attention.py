@@ -1,0 +1,138 @@
+"""Attention of neighbouring sequences of packed tokens, each to itself, as one call.
+
+    mla_attention(q_nope[:t], .., kv_cache[:t], ..), mla_attention(q_nope[t:], .., kv_cache[t:], ..)
+        -> packed_mla_attention(q_nope, .., kv_cache, .., [t, T - t]).split([t, T - t])
+
+Servers prefill the tokens of several sequences at once, and attend in a loop over their lengths. One call expands keys
+and values for all of them by one product, which reads the weight once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn.functional import scaled_dot_product_attention
+
+from mla_fx.cases import DR, DV, HE, Case, D, Layer, N
+from mla_fx.rule import ByDesign, Match, NearestMiss, NoMatch, Plan, Rule
+from mla_fx.rule.indices import Size, axes
+from mla_fx.rule.operands import PLAIN_ATTENTION, Call, Expression, Replacement, tensor
+from mla_fx.rule.readings import (
+    Reading,
+    are_neighbours,
+    is_same,
+    joined,
+    named_argument,
+    options_of,
+    positional,
+    shape_of,
+)
+
+aten = torch.ops.aten
+ONE, PACKED = PLAIN_ATTENTION[0], torch.ops.mla_fx.packed_mla_attention.default
+ROWS = ("q_nope", "q_rope", "kv_cache", "kr_cache")
+WEIGHTS = ("weight_uk", "weight_uv")
+
+
+class _Prompts(Layer):
+    """Tokens of two sequences, one after the other."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
+        x = torch.cat([x.view(1, -1, HE).roll(columns, -1) for columns in range(4)], 1)
+        query = self.query(x).view(1, -1, N, D + DR).transpose(1, 2)
+        parts = zip(*(torch.split(rows, [10, 14], 2) for rows in (query, *self.rows(x))), strict=True)
+        return torch.cat([self.own(*part) for part in parts], 2).transpose(1, 2).flatten(2) @ self.o.T
+
+    def own(self, query: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        k_nope, value = torch.split((latent @ self.kv_b.T).view(1, -1, N, D + DV).transpose(1, 2), [D, DV], -1)
+        key = torch.cat((k_nope, k_rope.expand(-1, N, -1, -1)), -1)
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class PackedMlaAttention(Rule):
+    stage = "cache"
+    after = ("kv_rmsnorm_rope_cache",)
+    targets = (ONE,)
+    yields_to_target = True
+    tells_misses = False
+    accepts = (Case("two prompts", _Prompts, {"packed_mla_attention": 1}),)
+
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        yield Match(readings={"first": Reading(anchor)})
+
+    def rewrite(self, match: Match) -> Plan:
+        calls = _chain(match.reading(Reading, "first").node)
+        if len(calls) == 1:
+            raise NoMatch("no sequence follows", calls[0])
+        if calls[0].meta["val"].device.type != "cpu":
+            raise ByDesign("only CPUs attend to packed sequences by one call", calls[0])
+        lens = list(map(_tokens, calls))
+        rows = [_operand([named_argument(call, name) for call in calls], 1) for name in ROWS]
+        weights = [_operand([named_argument(calls[0], name)], 0) for name in WEIGHTS]
+        packed = Call(PACKED, *rows, *weights, lens, **_options(calls[0]))
+        parts = Call(aten.split_with_sizes.default, packed, lens)
+        news = (Call(aten.unsqueeze.default, Call(operator.getitem, parts, place), 0) for place in range(len(calls)))
+        return Plan(*map(Replacement, calls, news))
+
+
+def _chain(first: Node) -> list[Node]:
+    """The call and those after it, as far as each is of the next sequence."""
+    chain = [first]
+    for call in _following(first):
+        if not _is_next(chain[-1], call):
+            break
+        chain.append(call)
+    return chain
+
+
+def _following(first: Node) -> list[Node]:
+    calls = list(first.graph.find_nodes(op="call_function", target=ONE))
+    return calls[calls.index(first) + 1 :]
+
+
+def _is_next(call: Node, other: Node) -> bool:
+    one, two = positional(call), positional(other)
+    return (
+        all(map(_is_prompt, (call, other)))
+        and _options(call) == _options(other)
+        and all(is_same(one[name], two[name]) for name in WEIGHTS)
+        and all(_follows(one[name], two[name]) for name in ROWS)
+    )
+
+
+def _is_prompt(call: Node) -> bool:
+    """Whether the call is of one sequence, expanded, in which nothing but causality hides keys."""
+    given = positional(call)
+    others = given.keys() - {*ROWS, *WEIGHTS}
+    is_plain = all(given[name] is None for name in others) and _options(call).keys() <= {"scale", "is_causal"}
+    return is_plain and shape_of(given["q_nope"])[0] == 1 and shape_of(given["kv_cache"])[1] == _tokens(call)
+
+
+def _follows(one: Node | None, other: Node | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return are_neighbours(one, other, 1)
+
+
+def _tokens(call: Node) -> Size:
+    return shape_of(call)[1]
+
+
+def _options(call: Node) -> dict[str, Any]:
+    """What is given by keyword alone."""
+    others = positional(call)
+    return {name: value for name, value in options_of(call).items() if name not in others}
+
+
+def _operand(pieces: list[Node | None], first: int) -> Expression | None:
+    """One operand of its pieces along dimension 1, from a dimension on."""
+    nodes = [piece for piece in pieces if piece is not None]
+    if not nodes:
+        return None
+    element, index = joined(nodes, 1)
+    return tensor(element, [axes(part, "a dimension", nodes[0]) for part in index[first:]])
