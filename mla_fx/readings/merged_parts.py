@@ -70,8 +70,8 @@ def merges(calls: Iterable[Node], gathered: Iterable[Node] = ()) -> Iterator[Nod
         after = computed_with([node], lambda user: not _is_inside(user) or user in steps)
         if not steps.isdisjoint(after):
             continue
-        before = seeds.intersection(_before(node))
-        if len(before) > 1 or not gathered.isdisjoint(before):
+        given = seeds.intersection(before(node))
+        if len(given) > 1 or not gathered.isdisjoint(given):
             yield node
 
 
@@ -79,7 +79,7 @@ def merge_before(node: Node, read: Callable[[Node], Merge] | None = None) -> Mer
     """The nearest merge among a value and those that arithmetic computes it from: a gate may follow a merge. Raises
     NoMatch with the reason, the one of the nearest that has as many parts as logarithms."""
     misses = list[NoMatch]()
-    for found in filter(is_step, _before(node)):
+    for found in filter(is_step, before(node)):
         if not isinstance(found.meta["val"], Tensor):
             continue
         try:
@@ -93,7 +93,8 @@ def _is_inside(node: Node) -> bool:
     return node.target in MOVES or is_step(node)
 
 
-def _before(node: Node) -> Iterator[Node]:
+def before(node: Node) -> Iterator[Node]:
+    """A value and all that it is computed from, as far as arithmetic on few numbers reaches."""
     return computed_from(node, lambda found: not _is_inside(found))
 
 

@@ -29,8 +29,8 @@ from .axes import Axis, Index, of_axis
 from .calls import CASTS, args_of, argument, operands_of
 from .contraction import PRODUCTS, Contraction, contraction, reduced, summed
 from .divided_late import SUMS
-from .element import Element, computed_from, computed_with, operand, resolve
-from .merged_parts import Merge, merge, merge_before, merges
+from .element import Element, computed_with, operand, resolve
+from .merged_parts import Merge, before, merge, merge_before, merges
 from .reading import Reading, renamed
 from .sizes import Size
 from .softmax import EXPONENTIALS, Softmax, exponent, exponential, largest_of
@@ -147,7 +147,7 @@ def _difference(exp: Node, index: tuple[Index, ...]) -> tuple[Element, Element] 
 def _factors(end: Node) -> dict[Node, float]:
     """The logits of the exponentials that a value is computed from, and the factor of each; 0 if there are several."""
     found: dict[Node, float] = {}
-    for node in (end, *computed_from(end)):
+    for node in before(end):
         for exp in _exponentials(node) if node.target in SUMS else ():
             difference = _difference(exp, fresh_index(exp))
             if difference is not None:
