@@ -31,10 +31,13 @@ def _run(a: Arguments) -> Tensor:
         return kernel(a)
     out, first = packed_mla_attention.fake(a), 0
     heads, nope, _ = a.weight_uk.shape
-    for lens in _groups(a.lens, heads_over_rows.EXPANDED // (heads * (nope + a.weight_uv.shape[1]))):
+    most = heads_over_rows.EXPANDED // (heads * (nope + a.weight_uv.shape[1]))
+    if out.shape[0] <= most:  # cutting takes as long as a small call
+        _attend(a, out)
+        return out
+    for lens in _groups(a.lens, most):
         own, first = slice(first, first + sum(lens)), first + sum(lens)
-        is_whole = len(lens) == len(a.lens)  # cutting takes as long as a small call
-        _attend(a if is_whole else _of_rows(a, own, lens), out[own])
+        _attend(_of_rows(a, own, lens), out[own])
     return out
 
 
