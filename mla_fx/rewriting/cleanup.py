@@ -111,17 +111,26 @@ def turns(emit: Emitter) -> Iterator[Change]:
 def rejoined(emit: Emitter) -> Iterator[Change]:
     """The result of a fused operator where the program joins all its parts again, without having rounded them."""
     for cat in emit.graph.find_nodes(op="call_function", target=aten.cat.default):
-        pieces, dim = args_of(cat)[0], argument(cat, 1, default=0) % len(shape_of(cat))
-        if not all(are_neighbours(one, other, dim) for one, other in itertools.pairwise(pieces)):
+        if cat._erased:
             continue
-        element, index = joined(pieces, dim)
-        if fused_name(element.origin) is None or element.roundings:
-            continue
-        with emit.before(cat), contextlib.suppress(NoMatch):  # the parts lie in another order
-            dims = [axes(part, "a dimension", cat) for part in index]
-            whole = emit.evaluate(tensor(replace(element, top=None), dims))
-            if signature(value_of(whole)) == signature(cat.meta["val"]):
-                yield Change.of([(cat, whole)], {element.origin})
+        with contextlib.suppress(NoMatch):  # the parts are none, or lie in another order
+            whole = _joined_again(emit, cat)
+            if whole is not None:
+                yield Change.of([(cat, whole[0])], {whole[1]})
+
+
+def _joined_again(emit: Emitter, cat: Node) -> tuple[Draft | Node, Node] | None:
+    """The value that a cat joins of its parts, and what computed it."""
+    pieces, dim = args_of(cat)[0], argument(cat, 1, default=0) % len(shape_of(cat))
+    if not all(are_neighbours(one, other, dim) for one, other in itertools.pairwise(pieces)):
+        return None
+    element, index = joined(pieces, dim)
+    if fused_name(element.origin) is None or element.roundings:
+        return None
+    with emit.before(cat):
+        dims = [axes(part, "a dimension", cat) for part in index]
+        whole = emit.evaluate(tensor(replace(element, top=None), dims))
+    return (whole, element.origin) if signature(value_of(whole)) == signature(cat.meta["val"]) else None
 
 
 def _strides(node: Node) -> list[Size]:
