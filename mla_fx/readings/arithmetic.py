@@ -216,7 +216,10 @@ def _is_weight(value: Node) -> bool:
     if not moves and value.target not in KEEP_SIGNS:
         return False
     given: Sequence[Any] = operands_of(value) if moves else args_of(value)
-    tensors = [part for part in given if isinstance(part, Node) and part.meta["val"].is_floating_point()]
+    values = [(part, part.meta["val"]) for part in given if isinstance(part, Node)]
+    if not all(isinstance(value, Tensor) for _, value in values):  # the first result of several
+        return False
+    tensors = [part for part, value in values if value.is_floating_point()]
     numbers = [part for part in given if isinstance(part, (int, float))]
     return bool(tensors) and all(map(_is_weight, tensors)) and all(number >= 0 for number in numbers)
 

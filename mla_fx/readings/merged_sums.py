@@ -30,7 +30,7 @@ from .calls import CASTS, args_of, argument, operands_of
 from .contraction import PRODUCTS, Contraction, contraction, reduced, summed
 from .divided_late import SUMS
 from .element import Element, computed_with, operand, resolve
-from .merged_parts import Merge, before, merge, merge_before, merges
+from .merged_parts import before, merge, merge_before, merges
 from .reading import Reading, renamed
 from .sizes import Size
 from .softmax import EXPONENTIALS, Softmax, exponent, exponential, largest_of
@@ -44,14 +44,17 @@ SCALES = (1.0, 1.0, 5.0, 30.0, 1e3)  # exponentials of the last overflow; of lar
 
 @dataclass(frozen=True)
 class MergedSums(Reading):
-    """`parts` of attention, each read where they are merged."""
+    """`parts` of attention, merged at `index` of `node`, where each is read as well. Rows that some of the parts in
+    `blanks` do not see are NaN, and if `blank_if_empty` those that no part sees; else they are zero."""
 
-    merge: Merge
+    index: tuple[Index, ...]
     parts: tuple[Attention, ...]
+    blanks: frozenset[int]
+    blank_if_empty: bool
 
     @property
     def constants(self) -> tuple[object, ...]:
-        return self.merge.constants
+        return self.blanks, self.blank_if_empty
 
 
 def weights(graph: Graph) -> Iterator[Node]:
@@ -82,7 +85,7 @@ def merged_sums(node: Node) -> MergedSums:
         others = [user for user in _readers(exp) if user not in unread]
         if others:
             raise NoMatch(f"exponentials that are merged are also read by {name_of(others[0])}", exp)
-    return MergedSums(found.node, found, parts)
+    return MergedSums(found.node, found.index, parts, found.blanks, found.blank_if_empty)
 
 
 def _readers(exp: Node) -> list[Node]:

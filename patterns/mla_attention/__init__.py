@@ -77,6 +77,7 @@ from mla_fx.rule.readings import (
     Element,
     LogSumExp,
     MergedSums,
+    Reading,
     anchors,
     args_of,
     attention,
@@ -292,19 +293,16 @@ class MlaAttentionSums(MlaAttentionLse):
         return ends_of_sums(graph)
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        found = merged_sums(anchor)
-        if all(any(self.matches(part, nearest)) for part in found.parts):
-            yield Match(readings={"sums": found})
+        yield Match(readings={"end": Reading(anchor)})
 
     def rewrite(self, match: Match) -> Plan:
-        read = match.reading(MergedSums, "sums")
-        found, parts = read.merge, [next(self.matches(part, NearestMiss())).settled() for part in read.parts]
-        every = [axes(part, "a dimension of the merge", found.node) for part in found.index]
-        *rows, columns = filter(None, every)
-        outs, lses = list[Expression](), list[Expression]()
+        found = merged_sums(match.reading(Reading, "end").node)
+        parts = [self.part(part, found) for part in found.parts]
         dtype = functools.reduce(torch.promote_types, map(_dtype, parts))
+        outs, lses = list[Expression](), list[Expression]()
         for part in parts:
             out, sums, _ = self.attend(part, with_lse=True)
+            *rows, columns = _dims(part.reading(MergedSums, "merge"))
             outs.append(tensor(out, [*rows, columns], dtype=dtype, expand=True))
             lses.append(tensor(result(sums, part.dims("b s n")), rows, expand=True))
         call = Call(fused.merge_attention.default, outs, lses)
@@ -314,12 +312,25 @@ class MlaAttentionSums(MlaAttentionLse):
         if found.blank_if_empty and not found.blanks:
             merged = Inlined(nan_where_blind, (merged, Call(operator.getitem, call, 1)))
         exact = [call for part in parts for call in _rounded_once(part, _dtype(part))]
-        return Plan(replacing(found.node, found.index, result(merged, [*rows, columns])), exact=exact)
+        return Plan(replacing(found.node, found.index, result(merged, _dims(found))), exact=exact)
+
+    def part(self, found: Attention, merge: MergedSums) -> Match:
+        """One part, with names for its dimensions and for those of the merge. Raises NoMatch if it is no such
+        attention."""
+        nearest = NearestMiss()
+        for match in self.matches(found, nearest):
+            return match.read("merge", replace(merge, parts=())).settled()
+        raise nearest.miss or NoMatch("a part is no attention over latents", found.node)
 
     def looks_like_mla(self, anchor: Node) -> bool:
         products = (node for node in computed_from(anchor, lambda node: node.target in PRODUCTS))
         values = (value for product in products if product.target in PRODUCTS for value in args_of(product)[:2])
         return any(seems_low_rank(element_of(value)) for value in values)
+
+
+def _dims(found: MergedSums) -> list[Axes]:
+    """The dimensions of several elements."""
+    return list(filter(None, (axes(part, "a dimension of the merge", found.node) for part in found.index)))
 
 
 def _masks(
