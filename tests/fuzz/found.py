@@ -146,4 +146,10 @@ FOUND = {
             (("narrow", "split_with_sizes_1", 0, "bfloat16"), ("flawed", "aten.round.default", 558, -20)),
         ),
     ),
+    "a part whose heads another reading splits": (
+        Mutant("running sums (float16)", (("riffle", "expand_8", 0, 3, 2),)),
+        Mutant("sums apart, even (float32)", (("exchange_dims", "bmm_3", 0, 0, 2),)),
+    ),
+    "a test of the first of two results": (Mutant("sums apart, even", (("argument", "eq_1", 1, 0.0),)),),
+    "parts that no view reads as one": (Mutant("expanded sums", (("split_and_join", "view_17", -1, 1, 12),)),),
 }
