@@ -209,6 +209,28 @@ class Merged(nn.Module):
         return torch.where(shares == 0, 0.0, torch.stack(outs) * shares).sum(0)
 
 
+class Summed(nn.Module):
+    """The same merged by sums of exponentials, which nothing has divided yet."""
+
+    def forward(self, query, query_rope, kv_cache, kr_cache, table, *firsts):
+        found = []
+        for pages, first in zip(table.tensor_split([table.shape[1] // 2], 1), firsts, strict=True):
+            part = Sums()
+            out, largest = part(query, query_rope, kv_cache, kr_cache, pages, first)
+            found.append((out, *(each.transpose(1, 2).unsqueeze(-1) for each in (largest, part.total))))
+        outs, largest, totals = map(torch.stack, zip(*found, strict=True))
+        shares = (largest - largest.amax(0)).exp()
+        return (outs * shares).sum(0) / (totals * shares).sum(0)
+
+
+class Sums(DividedLate):
+    def forward(self, *given):
+        return Attention.forward(self, *given)
+
+    def lse(self, masked, scores):
+        return self.largest
+
+
 def in_parts(*given):
     """Positions are those in a part."""
     *others, table, first = given

@@ -12,6 +12,7 @@ from lib.log_sums import (
     Expanded,
     Kept,
     Merged,
+    Summed,
     Unmasked,
     arguments,
     in_parts,
@@ -87,13 +88,14 @@ def test_expanded_keys(converted):
 
 
 @pytest.mark.parametrize("target", ["ge", "aclgraph"])
+@pytest.mark.parametrize("kind", [Merged, Summed])
 @torch.no_grad()
-def test_merged_parts(converted, captured, target):
+def test_merged_parts(converted, captured, kind, target):
     """Attention over the whole context, in float64."""
     given = arguments(BF16, **REAL)
-    found = compiled(Merged(), target)(*in_parts(*given))
+    found = compiled(kind(), target)(*in_parts(*given))
     exact = [part.double() if part.is_floating_point() else part for part in given]
-    wanted, near = Attention()(*exact)[0], Merged()(*in_parts(*given))
+    wanted, near = Attention()(*exact)[0], kind()(*in_parts(*given))
     assert (found - wanted).norm() <= 2 * (near - wanted).norm()
     assert kernels(target, converted, captured) == 2, str(mla_fx.last_report())
     assert merges(target, converted, captured) == 1, str(mla_fx.last_report())
