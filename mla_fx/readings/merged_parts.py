@@ -80,7 +80,8 @@ def merge_before(node: Node, read: Callable[[Node], Merge] | None = None) -> Mer
     NoMatch with the reason, the one of the nearest that has as many parts as logarithms."""
     misses = list[NoMatch]()
     for found in filter(is_step, before(node)):
-        if not isinstance(found.meta["val"], Tensor):
+        value = found.meta["val"]
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         try:
             return (read or merge)(found)

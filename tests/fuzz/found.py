@@ -150,6 +150,7 @@ FOUND = {
         Mutant("running sums (float16)", (("riffle", "expand_8", 0, 3, 2),)),
         Mutant("sums apart, even (float32)", (("exchange_dims", "bmm_3", 0, 0, 2),)),
     ),
+    "a test beside merged sums": (Mutant("shards, one token", (("duplicate", "add_6"),)),),
     "a test of the first of two results": (Mutant("sums apart, even", (("argument", "eq_1", 1, 0.0),)),),
     "parts that no view reads as one": (Mutant("expanded sums", (("split_and_join", "view_17", -1, 1, 12),)),),
 }
