@@ -16,11 +16,11 @@ from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, fused_name
 from mla_fx.graph.torch_private import codegen_of
 from mla_fx.readings.axes import axes
-from mla_fx.readings.calls import CASTS, args_of, argument
+from mla_fx.readings.calls import CASTS
 from mla_fx.readings.element import is_coarser
 from mla_fx.readings.pieces import are_neighbours, joined
 from mla_fx.readings.sizes import Size, size_of
-from mla_fx.readings.views import shape_of
+from mla_fx.readings.views import cat_dim, pieces, shape_of
 
 from .draft import Change, Draft, value_of
 from .emitter import Emitter
@@ -121,10 +121,10 @@ def rejoined(emit: Emitter) -> Iterator[Change]:
 
 def _joined_again(emit: Emitter, cat: Node) -> tuple[Draft | Node, Node] | None:
     """The value that a cat joins of its parts, and what computed it."""
-    pieces, dim = args_of(cat)[0], argument(cat, 1, default=0) % len(shape_of(cat))
-    if not all(are_neighbours(one, other, dim) for one, other in itertools.pairwise(pieces)):
+    parts, dim = [part for part, *_ in pieces(cat)], cat_dim(cat)
+    if not parts or not all(are_neighbours(one, other, dim) for one, other in itertools.pairwise(parts)):
         return None
-    element, index = joined(pieces, dim)
+    element, index = joined(parts, dim)
     if fused_name(element.origin) is None or element.roundings:
         return None
     with emit.before(cat):
