@@ -235,6 +235,7 @@ def test_a_call_that_nothing_takes_has_both_reasons(fake):
         cuda.lowerings(others, "flash_mla")[entry](**latent(tokens=17))
 
 
+@pytest.mark.slow
 def test_the_report_says_why_a_call_does_not_go_to_the_library():
     a = latent_attention.Arguments(**latent(device="cpu", heads=2, given={"block_table": table("cpu").zero_()}))
     for kernels, wanted in (("flash_mla", True), ("auto", False), ("triton", False)):
