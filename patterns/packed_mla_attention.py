@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.nn.functional import scaled_dot_product_attention
 
 from mla_fx.cases import DR, DV, HE, Case, D, Layer, N
-from mla_fx.rule import ByDesign, Match, NearestMiss, NoMatch, Plan, Rule
+from mla_fx.rule import ByDesign, Match, NearestMiss, Plan, Rule
 from mla_fx.rule.indices import Size, axes
 from mla_fx.rule.operands import PLAIN_ATTENTION, Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import (
@@ -62,13 +62,14 @@ class PackedMlaAttention(Rule):
     tells_misses = False
     accepts = (Case("two prompts", _Prompts, {"packed_mla_attention": 1}),)
 
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        return (call for call in super().anchors(graph) if len(_chain(call)) > 1)
+
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         yield Match(readings={"first": Reading(anchor)})
 
     def rewrite(self, match: Match) -> Plan:
         calls = _chain(match.reading(Reading, "first").node)
-        if len(calls) == 1:
-            raise NoMatch("no sequence follows", calls[0])
         if calls[0].meta["val"].device.type != "cpu":
             raise ByDesign("only CPUs attend to packed sequences by one call", calls[0])
         lens = list(map(_tokens, calls))
