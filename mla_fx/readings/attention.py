@@ -111,9 +111,7 @@ def attention(node: Node) -> Attention:
     return weighted_by(node, output, *_softmax_times_values(output, node))
 
 
-def weighted_by(
-    node: Node, output: Node, index: tuple[Index, ...], weighted: Contraction, found: Softmax
-) -> Attention:
+def weighted_by(node: Node, output: Node, index: tuple[Index, ...], weighted: Contraction, found: Softmax) -> Attention:
     """Attention whose probabilities, at `node`, enter a product with the values, `weighted`."""
     value = weighted.right if _is_computed_from(weighted.left.origin, node) else weighted.left
     keys = of_axis(found.axis)

@@ -374,4 +374,3 @@ def _rounded_once(match: Match, dtype: torch.dtype) -> list[Node]:
     own, sources = out.meta["val"].dtype, {element.origin for element in match.elements.values()}
     calls = computed_between(out, sources) if is_coarser(own, dtype) else ()
     return [call for call in calls if getattr(call.meta.get("val"), "dtype", None) == own]
-
