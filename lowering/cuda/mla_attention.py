@@ -10,10 +10,8 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.mla_attention import (
-    CHOOSES,
     Arguments,
     absorbed,
-    in_latent_space,
     is_absorbed,
     is_chosen_at_run_time,
 )
@@ -21,6 +19,7 @@ from mla_fx.ops.emitted.tiled_attention import Form
 
 from ..loops.mla_attention import at_run_time, check_forms, tiled
 from . import prompts
+from .libraries import check_absorbed
 from .split_keys import attend, check_served
 
 OPERATOR = "mla_attention"
@@ -53,11 +52,7 @@ def expanded(a: Arguments) -> Form:
 
 
 def lower_to(library: Any, a: Arguments) -> Callable[[Arguments], Tensor]:
-    if is_chosen_at_run_time(a):
-        raise NoMatch(CHOOSES)  # a conditional would copy the views of one cache
-    if not is_absorbed(a):
-        raise NoMatch("it takes absorbed queries")
-    library.check(a, in_latent_space(a).query)
+    check_absorbed(a, library)
     return absorbed_by(library)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, in_latent_space, is_absorbed, is_chosen_at_run_time
+from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_absorbed, is_chosen_at_run_time
 from mla_fx.ops.emitted.mla_attention_with_lse import absorbed
 
+from .libraries import check_absorbed
 from .split_keys import attend_with_lse, check_served
 
 OPERATOR = "mla_attention.with_lse"
@@ -29,11 +30,7 @@ def absorbed_in_parts(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def lower_to(library: Any, a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
-    if is_chosen_at_run_time(a):
-        raise NoMatch(CHOOSES)
-    if not is_absorbed(a):
-        raise NoMatch("it takes absorbed queries")
-    library.check(a, in_latent_space(a).query)
+    check_absorbed(a, library)
     return absorbed_by(library)
 
 

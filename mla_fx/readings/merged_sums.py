@@ -26,19 +26,19 @@ from mla_fx.graph.provenance import name_of
 from .arithmetic import Arithmetic
 from .attention import Attention, weighted_by
 from .axes import Axis, Index, of_axis
-from .calls import CASTS, args_of, argument, operands_of
+from .calls import operands_of
 from .contraction import PRODUCTS, Contraction, contraction, reduced, summed
 from .divided_late import SUMS
-from .element import Element, computed_with, operand, resolve
+from .element import Element, computed_with, resolve
+from .log_sum_exp import MOVES
 from .merged_parts import before, merge, merge_before, merges
 from .reading import Reading, renamed
 from .sizes import Size
-from .softmax import EXPONENTIALS, Softmax, exponent, exponential, largest_of
-from .views import MOVERS, fresh_index, shape_of
+from .softmax import EXPONENTIALS, Softmax, difference, exponent, exponential, largest_of
+from .views import fresh_index, shape_of
 
 aten = torch.ops.aten
 
-MOVES = frozenset({*MOVERS, *CASTS})
 SCALES = (1.0, 1.0, 5.0, 30.0, 1e3)  # exponentials of the last overflow; of larger ones, rounding would count
 
 
@@ -126,25 +126,13 @@ class _Row:
             raise NoMatch(f"expected a sum of exponentials over the keys alone, found one of {name_of(exp)}", exp)
         if weights.index[dims[0]] != over[0] or shape_of(exp)[dims[0]] != keys.size:
             raise NoMatch("only some of the exponentials of a row are summed", exp)
-        difference = _difference(exp, weights.index)
-        if difference is None:
+        terms = difference(exponent(exp, weights.index))
+        if terms is None:
             raise NoMatch("exponentials that are not divided by their sum are of no difference", exp)
-        logits, less = difference
+        logits, less = terms
         if keys in less.axes or keys not in logits.axes:
             raise NoMatch("what is subtracted before the exponential is not one number of each row", exp)
         return cls(exp, keys, logits, less)
-
-
-def _difference(exp: Node, index: tuple[Index, ...]) -> tuple[Element, Element] | None:
-    """What is subtracted from what before the natural exponential."""
-    raised = exponent(exp, index)
-    node = raised.origin
-    if node.target is not aten.sub.Tensor or argument(node, 2, "alpha", 1) != 1 or not raised.factor > 0:
-        return None
-    if not all(isinstance(value, Node) for value in args_of(node)[:2]):
-        return None
-    logits, less = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
-    return logits, less
 
 
 def _factors(end: Node) -> dict[Node, float]:
@@ -152,9 +140,9 @@ def _factors(end: Node) -> dict[Node, float]:
     found: dict[Node, float] = {}
     for node in before(end):
         for exp in _exponentials(node) if node.target in SUMS else ():
-            difference = _difference(exp, fresh_index(exp))
-            if difference is not None:
-                factor, plain = difference[0].apart()
+            terms = difference(exponent(exp, fresh_index(exp)))
+            if terms is not None:
+                factor, plain = terms[0].apart()
                 found[plain.node] = factor if found.get(plain.node, factor) == factor else 0.0
     return found
 
@@ -191,10 +179,10 @@ class _Sums(Arithmetic):
         source, index, over = reduced(call, index)
         logits, keys = resolve(source, index), over[0].axis if len(over) == 1 else None
         factor, plain = logits.apart()
-        unit = self.factors.get(plain.node, 0.0) / factor
-        if keys is None or not unit > 0:
+        own = self.factors.get(plain.node, 0.0)
+        if keys is None or not (own > 0 and factor > 0):
             return None
-        lse = self._lse(plain.times(self.factors[plain.node]), keys)
+        lse, unit = self._lse(plain.times(own), keys), own / factor
         distance = 1 + (lse % 7) / 7
         return self._add(lambda lse: (lse - distance * (1 + lse.sigmoid())) / unit, [lse])
 

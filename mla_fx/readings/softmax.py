@@ -174,16 +174,25 @@ def less_peak(raised: Element, axis: Axis) -> Element | None:
 
 
 def _difference(raised: Element, axis: Axis) -> Element | None:
+    terms = difference(raised)
+    if terms is None:
+        return None
+    if raised.factor > 1:  # the difference of equal scores stays zero, and the scores may become minus infinity
+        what = f"differences of scores are multiplied by {raised.factor:.6g}"
+        raise NoMatch(f"{what}, which may take the scores themselves out of range", raised.origin)
+    logits, peak = terms
+    return logits if is_peak(peak, logits, axis) else None
+
+
+def difference(raised: Element) -> tuple[Element, Element] | None:
+    """What is subtracted from what, if `raised` is a difference of two values, times a number that is not negative."""
     node = raised.origin
     if node.target is not aten.sub.Tensor or argument(node, 2, "alpha", 1) != 1 or raised.factor < 0:
         return None
     if not all(isinstance(value, Node) for value in args_of(node)[:2]):
         return None
-    if raised.factor > 1:  # the difference of equal scores stays zero, and the scores may become minus infinity
-        what = f"differences of scores are multiplied by {raised.factor:.6g}"
-        raise NoMatch(f"{what}, which may take the scores themselves out of range", node)
-    logits, peak = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
-    return logits if is_peak(peak, logits, axis) else None
+    minuend, subtrahend = (operand(value, raised.index, raised.factor) for value in args_of(node)[:2])
+    return minuend, subtrahend
 
 
 @dataclass(frozen=True)

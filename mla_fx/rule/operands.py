@@ -10,6 +10,7 @@ from mla_fx.rewriting.masks import (
     mask_operands,
 )
 from mla_fx.rewriting.materialize import tensor
+from mla_fx.rewriting.merged import merged
 from mla_fx.rewriting.plan import (
     ByHoisting,
     Call,
@@ -35,6 +36,6 @@ from mla_fx.rewriting.tables import tables
 __all__ = [
     "ATTENTION", "LATENT_ATTENTION", "PLAIN_ATTENTION", "WITHOUT_LSE", "ByHoisting", "Call", "Cast", "Computed",
     "Expression", "Inlined", "Replacement", "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined",
-    "joined_parts", "known_causal", "lengths", "mask_and_lengths", "mask_operands", "replacing", "result", "tables",
-    "tensor", "times",
+    "joined_parts", "known_causal", "lengths", "mask_and_lengths", "mask_operands", "merged", "replacing", "result",
+    "tables", "tensor", "times",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ parts, do not see stays what it is.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -18,10 +17,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import Case
-from mla_fx.ops.common.math import nan_where_blind
 from mla_fx.rule import Match, NearestMiss, Plan, Rule
 from mla_fx.rule.indices import axes
-from mla_fx.rule.operands import Call, Expression, Inlined, replacing, result, tensor
+from mla_fx.rule.operands import Expression, Inlined, merged, replacing, result, tensor
 from mla_fx.rule.readings import (
     CASTS,
     Merge,
@@ -77,13 +75,8 @@ class MergeAttention(Rule):
             # rows that see no key are zero in a result of attention
             is_zero = part not in found.cleans and call_of(out, found.lses[part]) is not None
             outs.append(value if part not in found.skips or is_zero else Inlined(_seen, (value, lses[part])))
-        call = Call(fused.merge_attention.default, outs, lses)
-        merged: Expression = Call(operator.getitem, call, 0)
-        for part in found.blanks:
-            merged = Inlined(nan_where_blind, (merged, given[part]))
-        if found.blank_if_empty and not found.blanks:
-            merged = Inlined(nan_where_blind, (merged, Call(operator.getitem, call, 1)))
-        return Plan(replacing(old, found.index, result(merged, dims)), exact=_choices(found))
+        value = merged(outs, lses, (given[part] for part in found.blanks), found.blank_if_empty)
+        return Plan(replacing(old, found.index, result(value, dims)), exact=_choices(found))
 
 
 class JoinedPieces(MergeAttention):

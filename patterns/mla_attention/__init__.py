@@ -65,6 +65,7 @@ from mla_fx.rule.operands import (
     counts_from_first,
     known_causal,
     mask_operands,
+    merged,
     replacing,
     result,
     tensor,
@@ -305,14 +306,9 @@ class MlaAttentionSums(MlaAttentionLse):
             *rows, columns = _dims(part.reading(MergedSums, "merge"))
             outs.append(tensor(out, [*rows, columns], dtype=dtype, expand=True))
             lses.append(tensor(result(sums, part.dims("b s n")), rows, expand=True))
-        call = Call(fused.merge_attention.default, outs, lses)
-        merged: Expression = Call(operator.getitem, call, 0)
-        for blank in found.blanks:
-            merged = Inlined(nan_where_blind, (merged, lses[blank]))
-        if found.blank_if_empty and not found.blanks:
-            merged = Inlined(nan_where_blind, (merged, Call(operator.getitem, call, 1)))
+        value = merged(outs, lses, (lses[part] for part in found.blanks), found.blank_if_empty)
         exact = [call for part in parts for call in _rounded_once(part, _dtype(part))]
-        return Plan(replacing(found.node, found.index, result(merged, _dims(found))), exact=exact)
+        return Plan(replacing(found.node, found.index, result(value, _dims(found))), exact=exact)
 
     def part(self, found: Attention, merge: MergedSums) -> Match:
         """One part, with names for its dimensions and for those of the merge. Raises NoMatch if it is no such
