@@ -24,13 +24,15 @@ struct Call {
   const char *query, *query_rope, *kv_cache, *kr_cache, *table, *lengths, *mask, *sinks, *values;
   char *out, *lse;
   const char* starts;  // of sequences that lie one behind the other: [B + 1]; then no sequence has more than S tokens
+  const char *kv_scales, *kr_scales;  // of codes
   int64_t B, S, N, T, R, Dr, V;
   int64_t query_b, query_s, query_n, rope_b, rope_s, rope_n;
   int64_t kv_page, kv_row, kv_pages, kr_page, kr_row, kr_pages;
   int64_t page, table_b, table_is_int32, lengths_b;  // page: rows of a page, or T without a table
   int64_t mask_b, mask_n, mask_s, mask_t, mask_is_bool;
   int64_t kv_n, values_b, values_n, values_row;  // kv_n: 0 without values
-  int64_t has_fill, query_is_float;
+  int64_t kv_scale_page, kv_scale_row, kv_tile, kr_scale_page, kr_scale_row, kr_tile;  // a scale is of so many columns
+  int64_t has_fill, query_is_float, codes;  // codes: 1 int8, 2 float8_e4m3fn, 3 float8_e5m2
   double scale, fill, most;
 };
 
@@ -104,18 +106,30 @@ class Attention {
     return number_at(a.table, a.table_is_int32, b * a.table_b + place);
   }
 
+  // `count` numbers of a cache from one on: as they are stored or, with scales, from one of these on, codes.
+  void put(const char* cache, int64_t at, const char* scales, int64_t scale, int64_t tile, int64_t count,
+           Number* to) const {
+    const float* by = reinterpret_cast<const float*>(scales) + scale;
+    if (!scales) copy(reinterpret_cast<const Stored*>(cache) + at, to, count);
+    else if (a.codes == 1) dequantise<Stored>(reinterpret_cast<const int8_t*>(cache) + at, by, tile, count, to);
+    else if (a.codes == 2) dequantise<Stored>(reinterpret_cast<const Float8_e4m3fn*>(cache) + at, by, tile, count, to);
+    else dequantise<Stored>(reinterpret_cast<const Float8_e5m2*>(cache) + at, by, tile, count, to);
+  }
+
   // `to` becomes the joined rows of keys first..last, and zeros up to `padded` rows.
   void gather(Set of, int64_t first, int64_t last, int64_t padded, Number* to) const {
     std::memset(static_cast<void*>(to), 0, (W == a.R + a.Dr ? 0 : last - first) * W * sizeof(Number));
     for (int64_t t = first; t < last;) {
       const int64_t row = t % a.page, end = std::min(last, t - row + a.page), number = number_of_page(of.b, t / a.page);
       const int64_t kv = number < 0 ? number + a.kv_pages : number, kr = number < 0 ? number + a.kr_pages : number;
-      const auto* latent = reinterpret_cast<const Stored*>(a.kv_cache) + of.n * a.kv_n + kv * a.kv_page;
-      latent += (start(of.b) + row) * a.kv_row;
-      const auto* key = reinterpret_cast<const Stored*>(a.kr_cache) + kr * a.kr_page + (start(of.b) + row) * a.kr_row;
+      int64_t latent = of.n * a.kv_n + kv * a.kv_page + (start(of.b) + row) * a.kv_row;
+      int64_t key = kr * a.kr_page + (start(of.b) + row) * a.kr_row;
+      int64_t scale = kv * a.kv_scale_page + row * a.kv_scale_row, key_scale = kr * a.kr_scale_page + row * a.kr_scale_row;
       for (; t < end; ++t, to += W, latent += a.kv_row, key += a.kr_row) {
-        copy(latent, to, a.R);
-        copy(key, to + a.R, a.Dr);
+        put(a.kv_cache, latent, a.kv_scales, scale, a.kv_tile, a.R, to);
+        put(a.kr_cache, key, a.kr_scales, key_scale, a.kr_tile, a.Dr, to + a.R);
+        scale += a.kv_scale_row;
+        key_scale += a.kr_scale_row;
       }
     }
     std::memset(static_cast<void*>(to), 0, (padded - (last - first)) * W * sizeof(Number));

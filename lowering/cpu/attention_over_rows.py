@@ -12,6 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import share
+from mla_fx.ops.emitted.codes import CODES, dtype_of
 from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, strides
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of
@@ -20,7 +21,7 @@ from mla_fx.ops.emitted.tiled_attention import count_of_scores
 from .built import built
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CALL = struct.Struct("46q3d")  # `Call` in the C++ file
+CALL = struct.Struct("55q3d")  # `Call` in the C++ file
 MANY_SCORES = 2**17
 LARGEST = torch.finfo(torch.float32).max
 
@@ -28,11 +29,12 @@ LARGEST = torch.finfo(torch.float32).max
 def check_served(query: Tensor, kv_cache: Tensor, block_table: Tensor | None) -> None:
     """Raise NoMatch for a call that the kernel is not for. Loops are as fast for few keys in one piece, which they read
     where they lie, and a library is for products of float32 (measured)."""
-    if query.device.type != "cpu" or kv_cache.dtype not in DTYPES or kv_cache.dim() != 3:
+    dtype = query.dtype if kv_cache.dtype in CODES else kv_cache.dtype
+    if query.device.type != "cpu" or dtype not in DTYPES or kv_cache.dim() != 3:
         raise NoMatch("the kernel is for CPUs, caches of rows, and at most 32 bits")
     scores = count_of_scores(query, context_of(kv_cache, block_table))
     is_small = scores is not None and scores <= MANY_SCORES
-    if block_table is None and (is_small or kv_cache.dtype != torch.bfloat16):
+    if block_table is None and (is_small or dtype != torch.bfloat16):
         raise NoMatch("for contexts in one piece, the kernel is for many scores of bfloat16")
     if not is_built():
         raise NoMatch("its C++ kernel was not built")
@@ -49,7 +51,7 @@ def _library() -> Any:
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
     """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
-    if a.kv_cache.dtype not in DTYPES or not is_built():  # the check of a rewrite computes in float64
+    if dtype_of(a) not in DTYPES or not is_built():  # the check of a rewrite computes in float64
         return latent_attention.body(a), latent_attention_with_lse.body(replace(a, sinks=None))[1]
     out, lse = results(a)
     run_into(a, out, lse)
@@ -68,15 +70,19 @@ def run_into(
     rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
     query, rope, kv_cache, kr_cache, table = map(in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
     sinks, values = None if a.sinks is None else a.sinks.float().contiguous(), in_rows(values)
-    hidden = lengths_of(a), mask_of(a)
-    held = query, rope, kv_cache, kr_cache, table, *hidden, sinks, values, out, lse, starts  # while it runs
-    if _library().attention_over_rows(_call(a, held), DTYPES[kv_cache.dtype]):
+    hidden, scales = (lengths_of(a), mask_of(a)), map(_scales, (a.kv_scales, a.kr_scales))
+    held = query, rope, kv_cache, kr_cache, table, *hidden, sinks, values, out, lse, starts, *scales  # while it runs
+    if _library().attention_over_rows(_call(a, held), DTYPES[out.dtype]):
         latent_attention.check(a)  # which says what is wrong with the table
+
+
+def _scales(scales: Tensor | None) -> Any:
+    return scales if scales is None else in_rows(scales.float())
 
 
 def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
     """`Call` of the C++ file. The operands are in its order."""
-    query, query_rope, kv_cache, kr_cache, table, lengths, mask, _, values, out, *_ = held
+    query, query_rope, kv_cache, kr_cache, table, lengths, mask, _, values, out, _, _, *scales = held
     assert query is not None and kv_cache is not None and out is not None
     batch, steps, heads, rank = query.shape
     context = context_of(kv_cache, table)
@@ -90,9 +96,19 @@ def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
         *strides(lengths, 1),
         *(*strides(mask, 4), mask is not None and mask.dtype == torch.bool),
         *((0,) * 4 if values is None else (kv_cache.stride(1), *values.stride()[:3])),
-        *(a.fill is not None, query.dtype != kv_cache.dtype),
+        *_of_scales(scales[0], kv_cache),
+        *_of_scales(scales[1], kr_cache),
+        *(a.fill is not None, query.dtype != out.dtype, 0 if scales[0] is None else 1 + CODES.index(kv_cache.dtype)),
         *(a.scale, 0.0 if a.fill is None else min(max(a.fill, -LARGEST), LARGEST), share(context)),
     )
+
+
+def _of_scales(scales: Tensor | None, cache: Tensor | None) -> tuple[int, int, int]:
+    """The strides of pages and rows of scales, where all have one it is 0, and the columns of a tile."""
+    if scales is None or cache is None:
+        return 0, 0, 0
+    page, row = (0 if size == 1 else stride for size, stride in zip(scales.shape[:2], scales.stride(), strict=False))
+    return page, row, cache.shape[-1] // scales.shape[-1]
 
 
 operator = define_lean_on(Arguments, "attention_over_rows", run, results, returns=("out", "lse"))

@@ -18,6 +18,8 @@ namespace {
 
 using at::BFloat16;
 using at::Half;
+using c10::Float8_e4m3fn;
+using c10::Float8_e5m2;
 using Lanes = at::vec::Vectorized<float>;
 
 template <typename T>
@@ -57,6 +59,57 @@ void copy(const From* from, To* to, int64_t count) {
     std::memcpy(to, from, count * sizeof(To));
   } else {
     at::vec::convert<From, To>(from, to, count);
+  }
+}
+
+// Codes of 8 bits as the numbers that they are without a scale.
+template <typename Code>
+void to_float(const Code* codes, float* to, int64_t count) {
+  int64_t i = 0;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  for (; i + 16 <= count; i += 16) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
+    __m512 number;
+    if constexpr (std::is_same_v<Code, int8_t>) {
+      number = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits));
+    } else if constexpr (std::is_same_v<Code, Float8_e5m2>) {
+      number = _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bits), 8));
+    } else {  // as float16, whose exponent counts from another number: less by a factor of 256
+      const __m256i wide = _mm256_cvtepi8_epi16(bits), seven = _mm256_set1_epi16(0x7f);
+      const __m256i magnitude = _mm256_and_si256(wide, seven), sign = _mm256_set1_epi16(int16_t(0x8000));
+      const __m256i half = _mm256_or_si256(_mm256_and_si256(wide, sign), _mm256_slli_epi16(magnitude, 7));
+      number = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256));
+      const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(magnitude, seven);
+      number = _mm512_mask_mov_ps(number, is_nan, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
+    }
+    _mm512_storeu_ps(to + i, number);
+  }
+#endif
+  for (; i < count; ++i) to[i] = static_cast<float>(codes[i]);
+}
+
+// Codes of a row times their scales, one for each `tile` columns, rounded to `Stored`.
+template <typename Stored, typename Code, typename To>
+void dequantise(const Code* codes, const float* scales, int64_t tile, int64_t count, To* to) {
+  constexpr int64_t SOME = 64;
+  float some[SOME];
+  Stored rounded[SOME];
+  for (int64_t first = 0; first < count; first += SOME) {
+    const int64_t n = std::min(SOME, count - first);
+    to_float(codes + first, some, n);
+    if (tile >= count || tile % SOME == 0) {
+      for (int64_t i = 0; i < n; ++i) some[i] *= scales[first / tile];
+    } else if (tile == 1) {
+      for (int64_t i = 0; i < n; ++i) some[i] *= scales[first + i];
+    } else {
+      for (int64_t i = 0; i < n; ++i) some[i] *= scales[(first + i) / tile];
+    }
+    if constexpr (std::is_same_v<Stored, To>) {
+      copy(some, to + first, n);
+    } else {
+      copy(some, rounded, n);
+      copy(rounded, to + first, n);
+    }
   }
 }
 

@@ -41,7 +41,8 @@ def over_all(a: Arguments) -> latent_attention.Arguments:
         if given is not None:
             mask = masked(mask, given, None)
     operands = a.query, a.query_rope, a.kv_cache, a.kr_cache
-    return latent_attention.Arguments(*operands, mask, None, a.sinks, a.block_table, scale=a.scale)
+    scales = a.kv_scales, a.kr_scales
+    return latent_attention.Arguments(*operands, mask, None, a.sinks, a.block_table, *scales, scale=a.scale)
 
 
 def run(a: Arguments) -> Tensor:

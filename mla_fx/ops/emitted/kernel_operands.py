@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import latent_attention_with_lse, lightning_index
 from .attention import aligned
+from .codes import dtype_of
 from .latent_attention import Arguments
 from .pages import context_of
 
@@ -40,8 +41,8 @@ def strides(value: Tensor | None, count: int) -> Sequence[int]:
 
 
 def results(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Room for attention, in the dtype of the cache, and for the logarithms."""
-    return a.kv_cache.new_empty(a.query.shape), latent_attention_with_lse.fake(a)[1]
+    """Room for attention, in the dtype of the caches' numbers, and for the logarithms."""
+    return a.query.new_empty(a.query.shape, dtype=dtype_of(a)), latent_attention_with_lse.fake(a)[1]
 
 
 def of_index(a: lightning_index.Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -1,6 +1,6 @@
 """latent_attention: attention of absorbed queries over the compressed latents themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rotary, probabilities
+from .codes import CODES, SCALES, check_codes, dequantised, dtype_of
 from .pages import check_contexts, context_of, latent_tiles
 from .tiled_attention import goes_by_tiles, mask_of_rows, row_tiles
 
@@ -27,6 +28,8 @@ class Arguments:
     context_lens: Tensor | None = None
     sinks: Tensor | None = None
     block_table: Tensor | None = None
+    kv_scales: Tensor | None = None
+    kr_scales: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -61,10 +64,23 @@ def body(a: Arguments) -> Tensor:
     concatenation of the blocks in its row: T is Blocks * BlockSize. A negative number counts blocks from the end. A
     whole context is never copied.
 
+    Caches may hold codes, int8 or float8 (e4m3fn, e5m2), which are numbers when they are multiplied by scales in
+    float32 and rounded to the dtype of query. kv_scales, floating, broadcasts to [B, T, C], or to [BlockNum, BlockSize,
+    C] with a block_table: each scale is of Hckv / C adjacent columns, so C is 1 for a scale of each token, and Hckv for
+    one of each column. kr_scales are the same for kr_cache; without them, kr_cache has the dtype of query. There are
+    no codes in FRACTAL_NZ.
+
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
+    a = in_numbers(a)
     weights = probabilities(*scores(a), a.scale, a.fill, a.sinks, rows_first=True)
-    return weighted(weights.to(a.kv_cache.dtype), a)
+    return weighted(weights.to(dtype_of(a)), a)
+
+
+def in_numbers(a: Arguments) -> Arguments:
+    """The same call without codes, unless they are in pages, which are read tile by tile."""
+    numbers: Arguments = dequantised(a) if a.block_table is None else a
+    return numbers
 
 
 def kernel(a: Arguments) -> Tensor:
@@ -72,6 +88,7 @@ def kernel(a: Arguments) -> Tensor:
     context = context_of(a.kv_cache, a.block_table)
     if not goes_by_tiles(a.query, context):
         return body(a)
+    a = in_numbers(a)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
     return torch.cat([body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context)], 1)
 
@@ -86,17 +103,17 @@ def scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The latent and rotary part of the scores, [B, S, N, T], and the mask."""
     rotated = None
     if a.query_rope is not None and a.kr_cache is not None:
-        rotated = _products(a.query_rope, a.kr_cache, a.block_table)
+        rotated = _products(a.query_rope, a.kr_cache, a.block_table, a.kr_scales)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context_of(a.kv_cache, a.block_table))
-    return _products(a.query, a.kv_cache, a.block_table), rotated, mask
+    return _products(a.query, a.kv_cache, a.block_table, a.kv_scales), rotated, mask
 
 
-def _products(query: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
+def _products(query: Tensor, cache: Tensor, block_table: Tensor | None, scales: Tensor | None) -> Tensor:
     """[B, S, N, width], and the keys -> [B, S, N, T]."""
     rows = query.flatten(1, 2)
     if block_table is None:
         return wide_product(rows, cache.mT).view(*query.shape[:3], cache.shape[1])
-    parts = [wide_product(rows, keys.mT) for keys, _, _ in latent_tiles(cache, block_table)]
+    parts = [wide_product(rows, keys.mT) for keys, _, _ in latent_tiles(cache, block_table, scales, query.dtype)]
     scores = torch.cat(parts, -1) if parts else rows.new_empty(*rows.shape[:2], 0)
     return scores.view(*query.shape[:3], scores.shape[-1])
 
@@ -107,19 +124,26 @@ def weighted(weights: Tensor, a: Arguments) -> Tensor:
     if a.block_table is None:
         return torch.bmm(rows, a.kv_cache).view(a.query.shape)
     out = rows.new_zeros(*rows.shape[:2], a.query.shape[3], dtype=accumulation_dtype(weights.dtype))
-    for values, first, last in latent_tiles(a.kv_cache, a.block_table):
+    for values, first, last in latent_tiles(a.kv_cache, a.block_table, a.kv_scales, weights.dtype):
         out += torch.bmm(rows[..., first:last], values)
     return out.to(weights.dtype).view(a.query.shape)
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens", "block_table"))
+    check_latent_tensors(a, "mask", "context_lens", "block_table")
     sizes: Sizes = {}
     check_letters(a, sizes, query="B, S, N, Hckv")
     check_rotary("query_rope", a, sizes)
     check_contexts(a, sizes)
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     check_letters(a, sizes, sinks="N")
+
+
+def check_latent_tensors(a: Any, *skip: str) -> None:
+    """Check devices and dtypes, also of codes and their scales."""
+    coded = (name for name, scales in SCALES.items() if getattr(a, scales) is not None)
+    check_tensors(vars(a), free=("sinks", *SCALES.values()), skip=(*skip, *coded))
+    check_codes(a)
 
 
 def fake(a: Arguments) -> Tensor:
@@ -155,6 +179,12 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("block_table, context_lens", *paged_sample(dtype, 16, 3, torch.tensor([70, 3])))
     yield Sample("block_table, no mask", *paged_sample(dtype, 17, 1))
     yield Sample("block_table, context_lens, NZ", *in_fractals(*paged_sample(dtype, 18, 3, torch.tensor([70, 3]), 16)))
+    yield Sample("codes, a scale for each column", *in_codes(sample(dtype, 19, 3), filled, (1, 1, 16), torch.int8))
+    paged = paged_sample(dtype, 20, 3, torch.tensor([70, 3]))
+    yield Sample("codes, block_table, scales of tiles", *in_codes(*paged, (20, 64, 4)))
+    bare = without_rope(sample(dtype, 21, 1)), {"scale": 0.3}
+    yield Sample("codes, no rotary part, one scale for each token", *in_codes(*bare, (2, 5, 1), CODES[2]))
+    yield Sample("codes, rotary codes", *in_codes(*paged_sample(dtype, 22, 1), (20, 64, 2), rotary=(1, 1, 1)))
 
 
 def sample(
@@ -181,6 +211,27 @@ def paged_sample(
     table = torch.cat((torch.tensor([[3], [-2]]), draw.slots(2 * 9, 20).view(2, 9)), 1)
     caches = draw.normal(20, 64, query.shape[-1]), draw.normal(20, 64, query_rope.shape[-1])
     return (query, query_rope, *caches, None, lens, None, table), {"scale": 0.3}
+
+
+def in_codes(
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    shape: Sequence[int],
+    codes: torch.dtype = torch.float8_e4m3fn,
+    rotary: Sequence[int] | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with its latents in codes, with scales of a shape; and its rotary keys, if they have a shape."""
+    latents, keys, draw = args[2], args[3], Sampler(torch.float32, sum(shape))
+    step = 40 if codes == torch.int8 else 1
+
+    def form(cache: Tensor) -> Tensor:
+        return (cache * step).to(codes)
+
+    def scales(shape: Sequence[int]) -> Tensor:
+        return (draw.normal(*shape).abs() + 0.5) / step
+
+    given = {"kv_scales": scales(shape)} | ({} if rotary is None else {"kr_scales": scales(rotary)})
+    return (*args[:2], form(latents), keys if rotary is None else form(keys), *args[4:]), options | given
 
 
 def in_fractals(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 Pages of latents may be in FRACTAL_NZ, [BlockNum, width/n0, BlockSize, n0]. In kernels, n0 elements take 32 bytes."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from mla_fx.ops.common.cache import from_nz
 from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_fractals, check_letters, readable
+
+from .codes import SCALES, dequantised, numbers, of_rows
 
 TILE = 512  # tokens gathered at a time: they fit a processor's cache, and make few tiles
 
@@ -32,6 +35,15 @@ def in_one_piece(a: Any) -> Any:
     """The same call with its contexts as contiguous rows, [B, T, width], copied out of pages or strided memory."""
     kr_cache = None if a.kr_cache is None else _copied(a.kr_cache, a.block_table)
     return replace(a, kv_cache=_copied(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None)
+
+
+def numbers_in_one_piece(a: Any) -> Any:
+    """The same, and without codes."""
+    scales = {name: getattr(a, name) for name in SCALES.values() if getattr(a, name) is not None}
+    if a.block_table is not None:
+        caches = {name: getattr(a, cache) for cache, name in SCALES.items() if name in scales}
+        scales = {name: gathered(of_rows(own, caches[name]), a.block_table) for name, own in scales.items()}
+    return dequantised(replace(in_one_piece(a), **scales))
 
 
 def _copied(cache: Tensor, block_table: Tensor | None) -> Tensor:
@@ -56,10 +68,15 @@ def tiles(cache: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int
             yield rows, first, first + rows.shape[1]
 
 
-def latent_tiles(pages: Tensor, block_table: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """The same as `tiles`, of pages of latents. Each tile is [B, rows, width]."""
-    for rows, first, last in tiles(_in_rows(pages), block_table):
-        yield rows.flatten(2), first, last
+def latent_tiles(
+    pages: Tensor, block_table: Tensor, scales: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, int, int]]:
+    """The same as `tiles`, of pages of latents or of codes of them, which become numbers of a dtype. Each tile is [B,
+    rows, width]."""
+    own = of_rows(scales, pages)
+    tiles_of_scales = itertools.repeat(None) if own is None else (part for part, _, _ in tiles(own, block_table))
+    for (rows, first, last), part in zip(tiles(_in_rows(pages), block_table), tiles_of_scales, strict=False):
+        yield numbers(rows.flatten(2), part, dtype), first, last
 
 
 def check_contexts(arguments: Any, sizes: Sizes) -> None:

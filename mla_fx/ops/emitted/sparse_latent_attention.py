@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, check_tensors, readable
+from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
 
@@ -29,6 +29,8 @@ class Arguments:
     context_lens: Tensor | None = None
     sinks: Tensor | None = None
     block_table: Tensor | None = None
+    kv_scales: Tensor | None = None
+    kr_scales: Tensor | None = None
     _: KW_ONLY
     scale: float
 
@@ -39,8 +41,8 @@ def body(a: Arguments) -> Tensor:
         t   = indices[b, s, 0]
         out = softmax((query . kv_cache[t] + query_rope . kr_cache[t]) * scale + mask[t]) . kv_cache[t]
 
-    query, query_rope, kv_cache, kr_cache, scale, mask, context_lens, sinks and block_table are those of
-    `latent_attention`, and mean the same; masks have no `fill`. indices, int64 or int32 [B, S, 1, K], are numbers of
+    query, query_rope, kv_cache, kr_cache, scale, mask, context_lens, sinks, block_table, kv_scales and kr_scales are
+    those of `latent_attention`, and mean the same; masks have no `fill`. indices, int64 or int32 [B, S, 1, K], are numbers of
     tokens in the context of the sequence, below T, in any order. Negative numbers are no keys, and come last. A key
     that is named twice counts twice. All heads see the same keys, as far as the mask allows.
 
@@ -72,6 +74,8 @@ def over_rows(a: Arguments) -> latent_attention.Arguments:
         None,
         a.sinks,
         _places(a, keys, context).flatten(0, 1),
+        _scales(a.kv_scales, a.kv_cache),
+        _scales(a.kr_scales, a.kr_cache),
         scale=a.scale,
     )
 
@@ -89,6 +93,13 @@ def _rows(cache: Tensor) -> Tensor:
     return cache.flatten(0, 1).unsqueeze(1)
 
 
+def _scales(scales: Tensor | None, cache: Tensor | None) -> Tensor | None:
+    """The scales of rows, or those of all rows."""
+    if scales is None or cache is None or scales.shape[0] == scales.shape[1] == 1:
+        return scales
+    return _rows(scales.expand(*cache.shape[:2], scales.shape[2]))
+
+
 def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
     """The rows of all contexts, or of all pages, that hold the keys [B, S, K]."""
     if a.block_table is None:
@@ -99,7 +110,7 @@ def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), free=("sinks",), skip=("indices", "mask", "context_lens", "block_table"))
+    latent_attention.check_latent_tensors(a, "indices", "mask", "context_lens", "block_table")
     refuse_fractals(a.kv_cache)
     sizes: Sizes = {}
     check_letters(a, sizes, query="B, S, N, Hckv")
@@ -149,6 +160,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no rotary part", chosen(bare), options)
     sinks = Sampler(dtype, 6).normal(3)
     yield Sample("sinks", (*chosen(latent_attention.sample(dtype, 6, 3)), None, sinks), options)
+    coded, scaled = latent_attention.in_codes(latent_attention.sample(dtype, 8, 3), options, (2, 1, 4))
+    yield Sample("codes", chosen(coded), scaled)
     args, options = latent_attention.paged_sample(dtype, 7, 3)
     yield Sample("block_table", (*chosen(args[:5], 640, 40), torch.tensor([600, 70]), None, args[-1]), options)
 
