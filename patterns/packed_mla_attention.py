@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,8 @@ from mla_fx.rule.readings import (
     are_neighbours,
     is_same,
     joined,
+    keywords,
     named_argument,
-    options_of,
     positional,
     shape_of,
 )
@@ -75,7 +74,7 @@ class PackedMlaAttention(Rule):
         lens = list(map(_tokens, calls))
         rows = [_operand([named_argument(call, name) for call in calls], 1) for name in ROWS]
         weights = [_operand([named_argument(calls[0], name)], 0) for name in WEIGHTS]
-        packed = Call(PACKED, *rows, *weights, lens, **_options(calls[0]))
+        packed = Call(PACKED, *rows, *weights, lens, **keywords(calls[0]))
         parts = Call(aten.split_with_sizes.default, packed, lens)
         news = (Call(aten.unsqueeze.default, Call(operator.getitem, parts, place), 0) for place in range(len(calls)))
         return Plan(*map(Replacement, calls, news))
@@ -100,7 +99,7 @@ def _is_next(call: Node, other: Node) -> bool:
     one, two = positional(call), positional(other)
     return (
         all(map(_is_prompt, (call, other)))
-        and _options(call) == _options(other)
+        and keywords(call) == keywords(other)
         and all(is_same(one[name], two[name]) for name in WEIGHTS)
         and all(_follows(one[name], two[name]) for name in ROWS)
     )
@@ -110,7 +109,7 @@ def _is_prompt(call: Node) -> bool:
     """Whether the call is of one sequence, expanded, in which nothing but causality hides keys."""
     given = positional(call)
     others = given.keys() - {*ROWS, *WEIGHTS}
-    is_plain = all(given[name] is None for name in others) and _options(call).keys() <= {"scale", "is_causal"}
+    is_plain = all(given[name] is None for name in others) and keywords(call).keys() <= {"scale", "is_causal"}
     return is_plain and shape_of(given["q_nope"])[0] == 1 and shape_of(given["kv_cache"])[1] == _tokens(call)
 
 
@@ -122,12 +121,6 @@ def _follows(one: Node | None, other: Node | None) -> bool:
 
 def _tokens(call: Node) -> Size:
     return shape_of(call)[1]
-
-
-def _options(call: Node) -> dict[str, Any]:
-    """What is given by keyword alone."""
-    others = positional(call)
-    return {name: value for name, value in options_of(call).items() if name not in others}
 
 
 def _operand(pieces: list[Node | None], first: int) -> Expression | None:

@@ -30,6 +30,8 @@ def refuse_body(a: Arguments) -> None:
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
+    if a.kv_scales is not None:
+        raise NoMatch(f"kv_scales are given; {KERNEL} takes numbers")
     if a.query_rope is None or a.kr_cache is None:
         raise NoMatch(f"query_rope is None; {KERNEL} takes absorbed queries with a rotary part")
     if a.sinks is not None:

@@ -28,6 +28,8 @@ ABSORBED = 2  # the only attention mode: values are the latents of keys
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
     limits.chip(surface, KERNEL, CHIPS)
+    if a.kv_scales is not None:
+        raise NoMatch(f"kv_scales are given; {KERNEL} takes numbers")
     limits.size("query has N", a.query.shape[2], KERNEL, LATENT_HEADS)
     limits.size("query has Hckv", a.query.shape[3], KERNEL, (RANK,))
     limits.dtype("query", a.query, KERNEL, limits.HALVES)

@@ -71,6 +71,12 @@ def positional(call: Node) -> dict[str, Any]:
     return {name: named_argument(call, name) for name in names}
 
 
+def keywords(call: Node) -> dict[str, Any]:
+    """What is given to a call and cannot be given by position."""
+    others = positional(call)
+    return {name: value for name, value in options_of(call).items() if name not in others}
+
+
 def named_argument(call: Node, name: str) -> Any:
     """An argument of an operator's call by its name in the schema, given by position or by name."""
     assert isinstance(call.target, OpOverload), "the call of an operator"

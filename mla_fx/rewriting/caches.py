@@ -229,12 +229,12 @@ def _slot_sizes(cache: CacheRoles) -> tuple[Size, ...]:
     return tuple(extent(part) for part in cache.update.index[cache.update.dim : cache.update.behind])
 
 
-def block_table(rows: Axes, pages: Axes, found: Paged, other: Paged) -> Expression:
-    """The page table [B, Blocks] of two caches.
+def block_table(rows: Axes, pages: Axes, found: Paged, *others: Paged) -> Expression:
+    """The page table [B, Blocks] of caches.
 
     A negative number that the program refuses is replaced by one beyond the end, which the operator refuses too."""
     given = tensor(found.table, (rows, pages), expand=True)
-    if found.wraps and other.wraps:
+    if all(one.wraps for one in (found, *others)):
         return given
     device = found.table.origin.meta["val"].device
     refusing = or_else([is_from_start(given)], given, extent(found.block), device, found.table.dtype)

@@ -2,7 +2,7 @@
 
 from mla_fx.matching.match import OperandAxes
 from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
-from mla_fx.readings.calls import CASTS, args_of, named_argument, operands_of, options_of, positional
+from mla_fx.readings.calls import CASTS, args_of, keywords, named_argument, operands_of, options_of, positional
 from mla_fx.readings.codes.dequantised import Dequantised
 from mla_fx.readings.constant import rounded
 from mla_fx.readings.contraction import PRODUCTS, Contraction, parted_at, segments
@@ -39,7 +39,7 @@ __all__ = [
     "anchors", "are_neighbours", "args_of", "attention", "beside", "choices", "computed_between", "computed_from",
     "computed_with", "down_projection", "element_of", "ends_of_sums", "has_8_bits", "has_index_scores",
     "index_scores", "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from", "is_same", "joined",
-    "log_sum_exp", "logarithms", "merge_before", "merged_sums", "merges", "named_argument", "narrows",
+    "keywords", "log_sum_exp", "logarithms", "merge_before", "merged_sums", "merges", "named_argument", "narrows",
     "operands_of", "options_of", "own_part", "parted_at", "positional", "rank", "rms_norm", "rope", "rounded",
     "same_value", "seams", "seems_chosen", "seems_low_rank", "segments", "selection", "shape_of", "weighted_sum",
     "written_slice",

@@ -29,9 +29,10 @@ def compiled_call(operator, a, **options):
 
 
 def doubled(a):
-    """A record with its numbers in float64."""
+    """A record with its numbers in float64; codes stay."""
     tensors = {name: value for name, value in vars(a).items() if isinstance(value, torch.Tensor)}
-    return replace(a, **{name: value.double() for name, value in tensors.items() if value.is_floating_point()})
+    floats = {name: value for name, value in tensors.items() if value.is_floating_point() and value.itemsize > 1}
+    return replace(a, **{name: value.double() for name, value in floats.items()})
 
 
 def interpretable(a):

@@ -20,7 +20,7 @@ def numbers(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scales is None:
         return codes
     wide = accumulation_dtype(dtype)
-    tiles = codes.to(wide).unflatten(-1, (scales.shape[-1], codes.shape[-1] // scales.shape[-1]))
+    tiles = codes.to(wide).view(*codes.shape[:-1], scales.shape[-1], codes.shape[-1] // scales.shape[-1])
     return (tiles * scales.to(wide).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
@@ -65,7 +65,8 @@ def _check_scales(name: str, cache: Tensor | None, scales: str, given: Tensor) -
     check_rank(name, cache, "B, T, columns or BlockNum, BlockSize, columns")
     check_rank(scales, given, "B, T, C or BlockNum, BlockSize, C")
     rows, columns = cache.shape[:2], cache.shape[2]
-    is_wrong = any(known_to_differ(own, 1) and known_to_differ(own, size) for own, size in zip(given.shape, rows, strict=False))
+    sizes = zip(given.shape, rows, strict=False)
+    is_wrong = any(known_to_differ(own, 1) and known_to_differ(own, size) for own, size in sizes)
     if is_wrong or statically_known_true(columns % given.shape[2] != 0):
         wanted = f"[{rows[0]} or 1, {rows[1]} or 1, a divisor of {columns}]"
         raise ValueError(f"{scales} has shape {list(given.shape)}; it must be {wanted}, for {name}.")

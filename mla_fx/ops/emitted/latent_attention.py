@@ -179,7 +179,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("block_table, context_lens", *paged_sample(dtype, 16, 3, torch.tensor([70, 3])))
     yield Sample("block_table, no mask", *paged_sample(dtype, 17, 1))
     yield Sample("block_table, context_lens, NZ", *in_fractals(*paged_sample(dtype, 18, 3, torch.tensor([70, 3]), 16)))
-    yield Sample("codes, a scale for each column", *in_codes(sample(dtype, 19, 3), filled, (1, 1, 16), torch.int8))
+    columns = in_codes(sample(dtype, 19, 3), {"scale": 0.3}, (1, 1, 16), torch.int8)
+    yield Sample("codes, a scale for each column", *columns)
     paged = paged_sample(dtype, 20, 3, torch.tensor([70, 3]))
     yield Sample("codes, block_table, scales of tiles", *in_codes(*paged, (20, 64, 4)))
     bare = without_rope(sample(dtype, 21, 1)), {"scale": 0.3}

@@ -26,9 +26,9 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
         lse = logsumexp(lses);  out = sum(exp(lses - lse) * outs)
 
     query, query_rope, kv_cache, kr_cache, scale, the masks (mask, context_lens, is_causal, fill), block_table,
-    kv_scales and kr_scales are those of `latent_attention`, and mean the same; sinks must be None. lse is [B, S, N] in float32, or float64 for
-    float64, its logarithm is the natural one, and it is minus infinity for a row whose scores all are. Such a row gives
-    zeros, so it adds nothing to others.
+    kv_scales and kr_scales are those of `latent_attention`, and mean the same; sinks must be None. lse is [B, S, N] in
+    float32, or float64 for float64, its logarithm is the natural one, and it is minus infinity for a row whose scores
+    all are. Such a row gives zeros, so it adds nothing to others.
 
     Returns out [B, S, N, Hckv] and lse. Raises ValueError for arguments that do not fit. Inference only.
     """

@@ -39,10 +39,9 @@ def in_one_piece(a: Any) -> Any:
 
 def numbers_in_one_piece(a: Any) -> Any:
     """The same, and without codes."""
-    scales = {name: getattr(a, name) for name in SCALES.values() if getattr(a, name) is not None}
+    scales = {name: of_rows(getattr(a, name), getattr(a, cache)) for cache, name in SCALES.items()}
     if a.block_table is not None:
-        caches = {name: getattr(a, cache) for cache, name in SCALES.items() if name in scales}
-        scales = {name: gathered(of_rows(own, caches[name]), a.block_table) for name, own in scales.items()}
+        scales = {name: None if own is None else gathered(own, a.block_table) for name, own in scales.items()}
     return dequantised(replace(in_one_piece(a), **scales))
 
 

@@ -42,9 +42,9 @@ def body(a: Arguments) -> Tensor:
         out = softmax((query . kv_cache[t] + query_rope . kr_cache[t]) * scale + mask[t]) . kv_cache[t]
 
     query, query_rope, kv_cache, kr_cache, scale, mask, context_lens, sinks, block_table, kv_scales and kr_scales are
-    those of `latent_attention`, and mean the same; masks have no `fill`. indices, int64 or int32 [B, S, 1, K], are numbers of
-    tokens in the context of the sequence, below T, in any order. Negative numbers are no keys, and come last. A key
-    that is named twice counts twice. All heads see the same keys, as far as the mask allows.
+    those of `latent_attention`, and mean the same; masks have no `fill`. indices, int64 or int32 [B, S, 1, K], are
+    numbers of tokens in the context of the sequence, below T, in any order. Negative numbers are no keys, and come
+    last. A key that is named twice counts twice. All heads see the same keys, as far as the mask allows.
 
     A row without visible keys gives zeros. No more than K rows of a context are read for a query. Caches with a gap
     between sequences are copied, so give the whole of one, with lengths, and not a slice.

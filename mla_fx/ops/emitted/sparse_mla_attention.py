@@ -124,9 +124,10 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """The samples of sparse_latent_attention, with other queries and weights."""
+    """The samples of sparse_latent_attention without codes, with other queries and weights."""
     q_nope, q_rope, _, _, *weights, _ = mla_attention.sample(dtype, 0)
-    for sample in sparse_latent_attention.samples(dtype):
+    numbers = (sample for sample in sparse_latent_attention.samples(dtype) if "kv_scales" not in sample.kwargs)
+    for sample in numbers:
         query, query_rope, kv_cache, kr_cache, *rest = sample.args
         rope = None if query_rope is None else q_rope[:, : query.shape[1]]
         operands = q_nope[:, : query.shape[1]], rope, kv_cache, kr_cache, *weights, *rest

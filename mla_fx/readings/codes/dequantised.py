@@ -1,11 +1,11 @@
-"""Numbers that a program dequantises: `(codes + offset) * scale`, with codes in int8.
+"""Numbers that a program dequantises: `(codes + offset) * scale`, with codes in 8 bits.
 
 A number that multiplies everything is the factor of an element; it is no scale here."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,33 +45,34 @@ class Dequantised(Reading):
     calls: tuple[Node, ...]
 
 
-def dequantised(element: Element) -> Dequantised:
-    """Read `element` as a number that is dequantised. Raises NoMatch if it is none."""
+def dequantised(element: Element, stored: Collection[torch.dtype] = (torch.int8,)) -> Dequantised:
+    """Read `element` as a number that is dequantised from codes of one of the dtypes. Raises NoMatch if it is none."""
     node = element.node
     dtype = (*element.roundings, node.meta["val"].dtype)[0]
     if node.target in DIVIDES:
         raise NoMatch("codes are divided, expected a product with a scale", node)
-    numbers, scale = _scaled(element)
-    found = _shifted(numbers)
+    numbers, scale = _scaled(element, stored)
+    found = _shifted(numbers, stored)
     if found is None:
-        raise NoMatch("expected codes in torch.int8, an offset that is added and a scale that multiplies both", node)
+        kinds = " or ".join(map(str, stored))
+        raise NoMatch(f"expected codes in {kinds}, an offset that is added and a scale that multiplies both", node)
     codes, offset = found
     calls = _rounding_to(dtype, element, codes, [part for part in (scale, offset) if part is not None])
     return Dequantised(node, codes, scale, offset, dtype, tuple(calls))
 
 
-def _scaled(element: Element) -> tuple[Element, Element | None]:
+def _scaled(element: Element, stored: Collection[torch.dtype]) -> tuple[Element, Element | None]:
     """Codes with their offset, and their scale if there is one."""
     factors = operands(element) if element.origin.target is aten.mul.Tensor else []
     for numbers, scale in itertools.permutations(factors, 2):
-        if _shifted(numbers) is not None:
+        if _shifted(numbers, stored) is not None:
             return numbers, scale
     return element, None
 
 
-def _shifted(numbers: Element) -> tuple[Element, Element | None] | None:
+def _shifted(numbers: Element, stored: Collection[torch.dtype]) -> tuple[Element, Element | None] | None:
     """Codes and the offset that is added to them, if there is one; None if these are no codes."""
-    node, codes = numbers.origin, _codes(numbers)
+    node, codes = numbers.origin, _codes(numbers, stored)
     if codes is not None:
         return codes, None
     is_sum = node.target in SUMS and len(args_of(node)) == 2 and not options_of(node)
@@ -79,16 +80,16 @@ def _shifted(numbers: Element) -> tuple[Element, Element | None] | None:
         return None
     terms, sign = operands(numbers), -1.0 if node.target is aten.sub.Tensor else 1.0
     for term, *offset in (terms,) if sign < 0 else (terms, terms[::-1]):
-        codes = _codes(term)
+        codes = _codes(term, stored)
         if codes is not None and offset:
             return codes, offset[0].times(sign)
     return None
 
 
-def _codes(term: Element) -> Element | None:
-    """Codes in int8, or those that a term was cast from, to a dtype that holds them all; None for other terms."""
+def _codes(term: Element, stored: Collection[torch.dtype]) -> Element | None:
+    """Codes, or those that a term was cast from, to a dtype that holds them all; None for other terms."""
     found = before_cast(term) if term.origin.meta["val"].dtype in FLOATS else term
-    return found if term.factor == 1.0 and found.origin.meta["val"].dtype == torch.int8 else None
+    return found if term.factor == 1.0 and found.origin.meta["val"].dtype in stored else None
 
 
 def _rounding_to(dtype: torch.dtype, element: Element, codes: Element, parts: list[Element]) -> Iterator[Node]:

@@ -187,14 +187,29 @@ def oracle_latent(*args, **options):
     return oracle_latent_sums(*args, **options)[:1]
 
 
-def oracle_latent_sums(query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, **options):
+def oracle_latent_sums(
+    query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, kv_scales=None, kr_scales=None, **options
+):
+    kv, kr = oracle_numbers(kv, kv_scales), oracle_numbers(kr, kr_scales)
     same = torch.eye(query.shape[-1]).double().expand(query.shape[2], -1, -1)
     return oracle_sums(query, query_rope, kv, kr, same, same, mask, lens, sinks, table, **options)
 
 
-def oracle_sparse(query, query_rope, kv, kr, indices, mask=None, lens=None, sinks=None, table=None, *, scale):
+def oracle_numbers(codes, scales):
+    """Each code times the scale of its row and tile of columns."""
+    if scales is None:
+        return codes
+    pages, rows, columns = codes.shape
+    numbers, tile = torch.empty(codes.shape).double(), columns // scales.shape[2]
+    for p, r, c in itertools.product(range(pages), range(rows), range(columns)):
+        by = scales[min(p, scales.shape[0] - 1), min(r, scales.shape[1] - 1), c // tile]
+        numbers[p, r, c] = float(codes[p, r, c]) * float(by)
+    return numbers
+
+
+def oracle_sparse(query, query_rope, kv, kr, indices, mask=None, lens=None, sinks=None, table=None, **options):
     visible = oracle_chosen(query, kv, indices, mask, lens, table)
-    return oracle_latent(query, query_rope, kv, kr, visible, None, sinks, table, scale=scale)
+    return oracle_latent(query, query_rope, kv, kr, visible, None, sinks, table, **options)
 
 
 def oracle_prompt(q, q_rope, kv, kr, w_uk, w_uv, indices, mask=None, lens=None, sinks=None, table=None, *, scale):

@@ -1,0 +1,103 @@
+"""A context gathered through a block table, and attention over it, as attention over the pages themselves.
+
+    latent_attention(query, query_rope, kv_cache[block_table], kr_cache[block_table])
+
+Spellings: blocks looked up (`cache[block_table]`, index_select, embedding); slots computed from a table, or given per
+token, which are blocks of one row. The rows in a table may be any rows: the operator reads the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch.fx import Graph, Node
+
+from mla_fx.cases import Case
+from mla_fx.ops.emitted.codes import SCALES
+from mla_fx.rule import CallPattern, Match, NoMatch, Operand, Plan, Rule, var
+from mla_fx.rule.caches import GATHERS, block_table, check_memory, paged
+from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes_of, composite, fresh, renamed, resolve, without_digits
+from mla_fx.rule.operands import ATTENTION, Call, Replacement, tensor
+from mla_fx.rule.readings import Element, Paged, Reading, element_of, keywords, named_argument, positional, shape_of
+
+from . import cases
+
+# b and t: batch and context, c latent and r rotary columns
+CACHES = {"kv_cache": Operand("btc", var("kv_cache")), "kr_cache": Operand("btr", var("kr_cache"))}
+
+
+class PagedContext(Rule):
+    stage = "context"
+    targets = ATTENTION
+    pattern = CallPattern(CACHES, fixed="bt")
+    yields_to_target = True
+    accepts = (Case("blocks looked up", cases.Gathered, {"mla_prolog": 1, "latent_attention": 1}),)
+    rejects = (Case("two tables", cases.OtherTable, because="looked up by different tables"),)
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        contiguous = (node for node in super().anchors(graph) if named_argument(node, "block_table") is None)
+        return (node for node in contiguous if element_of(named_argument(node, "kv_cache")).origin.target in GATHERS)
+
+    def rewrite(self, match: Match) -> Plan:
+        """All caches are pages of one size, looked up in one table: `page` are the axes of the context that select
+        blocks, `row` those within a block."""
+        b, t, c, r = match.dims("b t c r")
+        old = match.reading(Reading, "call").node
+        given = {"kv_cache": (match["kv_cache"], c), "kr_cache": (match["kr_cache"], r), **_scales(old, b, t)}
+        read = {name: paged(element) for name, (element, _) in given.items()}
+        table = read["kv_cache"].table
+        if (other := next((found for found in read.values() if found.table != table), None)) is not None:
+            raise NoMatch("latent and rotary key are looked up by different tables", other.table.origin)
+        parted = without_digits(part for found in read.values() for part in found.indices)
+        if parted is None:
+            raise NoMatch("latent and rotary key are gathered in incompatible blocks", read["kr_cache"].node)
+        read = {name: renamed(found, parted) for name, found in read.items()}
+        t, c, r = (_parted(part, parted) for part in (t, c, r))
+        (page, row), *_ = (found.blocks_and_rows(t) for found in read.values())
+        is_nz = len(c) > 1 or len(r) > 1
+        pages = {
+            name: tensor(found.pages, _dims(found, row, _parted(given[name][1], parted), is_nz=is_nz))
+            for name, found in read.items()
+        }
+        given = positional(old) | pages | {"block_table": block_table(b, page, *read.values())}
+        return Plan(Replacement(old, Call(old.target, *given.values(), **keywords(old))))
+
+
+class PagedCodes(PagedContext):
+    """The same once codes are read."""
+
+    name = "paged_context_codes"
+    stage = "cache"
+    after = ("coded_latents",)
+    accepts = (Case("codes looked up", cases.GatheredCodes, {"latent_attention": 1}),)
+    rejects = (Case("another table of scales", cases.OtherTableOfScales, because="looked up by different tables"),)
+
+
+def _scales(call: Node, b: Axes, t: Axes) -> dict[str, tuple[Element, Axes]]:
+    """Scales of codes that differ between the rows of a context, and their columns."""
+    found = {}
+    for name in SCALES.values():
+        scales = named_argument(call, name)
+        if scales is None or shape_of(scales)[:2] == (1, 1):
+            continue
+        columns = fresh(shape_of(scales)[2])
+        element = resolve(scales, (composite(b), composite(t), columns))
+        found[name] = element, axes_of(columns) or ()
+    return found
+
+
+def _parted(dim: Axes, parted: Mapping[Axis, Index]) -> Axes:
+    return tuple(leaf for axis in dim for leaf in _leaves(axis, parted))
+
+
+def _leaves(axis: Axis, parted: Mapping[Axis, Index]) -> Axes:
+    return axes_of(parted[axis]) or () if axis in parted else (axis,)
+
+
+def _dims(found: Paged, row: Axes, columns: Axes, *, is_nz: bool) -> Dims:
+    """The dimensions of pages: [Blocks, BlockSize, Columns], or in FRACTAL_NZ [Blocks, Columns/n0, BlockSize, n0]."""
+    if not is_nz:
+        return found.axes, row, columns
+    dims = found.axes, columns[:-1], row, columns[-1:]
+    check_memory(found.pages, dims)
+    return dims
