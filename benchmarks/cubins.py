@@ -26,7 +26,7 @@ SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of a block, at most;
 REGISTERS, WARP = 2**16, 32  # registers of a multiprocessor, threads of a warp
 DEVICES = {"H100": (3.35, 989), "H200": (4.8, 989)}  # TB/s, TFLOP/s in bfloat16; NVIDIA's data sheets
 POINTERS = {"table": "*i32", "lengths": "*i64", "mask": "*u8", "weights": "*fp32"}
-POINTERS |= dict.fromkeys(("out", "outs", "lses"), "*fp32")
+POINTERS |= dict.fromkeys(("out", "outs", "lses", "kv_scales", "kr_scales"), "*fp32")
 STORED = "query", "query_rope", "kv_cache", "kr_cache", "key"  # in the dtype of the model
 OPTIONS = {"HAS_MASK": False, "IS_BOOL": False, "PRECISION": "ieee"}
 ATTENTION = {
@@ -38,11 +38,23 @@ ATTENTION = {
     "KEYS": split_keys.KEYS,
     "HAS_LENGTHS": True,
     "HAS_FILL": False,
+    "KV_CODES": 0,
+    "KV_TILE": 0,
+    "KR_CODES": 0,
+    "KR_TILE": 0,
     **OPTIONS,
 }
+BYTES = ("", "*i8", "*u8", "*u8")  # of codes, by KV_CODES
 INDEX = {"D": 128, "COLUMNS": 128, "HEADS": lightning_index.HEADS, "KEYS": lightning_index.KEYS, **OPTIONS}
 KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "attention": (split_keys.attend_to_part, ATTENTION, split_keys.WARPS),
+    "attention to int8": (split_keys.attend_to_part, ATTENTION | {"KV_CODES": 1, "KV_TILE": 512}, split_keys.WARPS),
+    "attention to float8": (split_keys.attend_to_part, ATTENTION | {"KV_CODES": 2, "KV_TILE": 512}, split_keys.WARPS),
+    "attention to tiles of float8": (
+        split_keys.attend_to_part,
+        ATTENTION | {"KV_CODES": 2, "KV_TILE": 128},
+        split_keys.WARPS,
+    ),
     "index scores": (lightning_index.score_keys, INDEX, lightning_index.WARPS),
 }
 
@@ -84,6 +96,7 @@ def compiled(
     """Registers of a thread, bytes of its stack, and bytes of shared memory."""
     constants = {**options, "HAS_TABLE": has_table}
     types = {each: kind_of(each, dtype) for each in kernel.arg_names if each not in constants}
+    types |= {"kv_cache": BYTES[options["KV_CODES"]]} if options.get("KV_CODES") else {}
     source = ASTSource(fn=kernel, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants)
     found = triton.compile(source, GPUTarget("cuda", number, 32), {"num_warps": warps})
     return *resources(found.asm["cubin"]), found.metadata.shared

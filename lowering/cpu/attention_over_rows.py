@@ -12,8 +12,8 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import share
-from mla_fx.ops.emitted.codes import CODES, dtype_of
-from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, strides
+from mla_fx.ops.emitted.codes import CODES, dtype_of, kind_of
+from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
@@ -70,19 +70,16 @@ def run_into(
     rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
     query, rope, kv_cache, kr_cache, table = map(in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table))
     sinks, values = None if a.sinks is None else a.sinks.float().contiguous(), in_rows(values)
-    hidden, scales = (lengths_of(a), mask_of(a)), map(_scales, (a.kv_scales, a.kr_scales))
+    hidden = lengths_of(a), mask_of(a)
+    scales = scales_of(a.kv_scales, kv_cache), scales_of(a.kr_scales, kr_cache)
     held = query, rope, kv_cache, kr_cache, table, *hidden, sinks, values, out, lse, starts, *scales  # while it runs
     if _library().attention_over_rows(_call(a, held), DTYPES[out.dtype]):
         latent_attention.check(a)  # which says what is wrong with the table
 
 
-def _scales(scales: Tensor | None) -> Any:
-    return scales if scales is None else in_rows(scales.float())
-
-
 def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
     """`Call` of the C++ file. The operands are in its order."""
-    query, query_rope, kv_cache, kr_cache, table, lengths, mask, _, values, out, _, _, *scales = held
+    query, query_rope, kv_cache, kr_cache, table, lengths, mask, _, values, out, _, _, kv_scales, kr_scales = held
     assert query is not None and kv_cache is not None and out is not None
     batch, steps, heads, rank = query.shape
     context = context_of(kv_cache, table)
@@ -96,19 +93,10 @@ def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
         *strides(lengths, 1),
         *(*strides(mask, 4), mask is not None and mask.dtype == torch.bool),
         *((0,) * 4 if values is None else (kv_cache.stride(1), *values.stride()[:3])),
-        *_of_scales(scales[0], kv_cache),
-        *_of_scales(scales[1], kr_cache),
-        *(a.fill is not None, query.dtype != out.dtype, 0 if scales[0] is None else 1 + CODES.index(kv_cache.dtype)),
+        *(*strides(kv_scales, 2), tile_of(kv_scales, kv_cache), *strides(kr_scales, 2), tile_of(kr_scales, kr_cache)),
+        *(a.fill is not None, query.dtype != out.dtype, 0 if kv_scales is None else kind_of(kv_cache)),
         *(a.scale, 0.0 if a.fill is None else min(max(a.fill, -LARGEST), LARGEST), share(context)),
     )
-
-
-def _of_scales(scales: Tensor | None, cache: Tensor | None) -> tuple[int, int, int]:
-    """The strides of pages and rows of scales, where all have one it is 0, and the columns of a tile."""
-    if scales is None or cache is None:
-        return 0, 0, 0
-    page, row = (0 if size == 1 else stride for size, stride in zip(scales.shape[:2], scales.stride(), strict=False))
-    return page, row, cache.shape[-1] // scales.shape[-1]
 
 
 operator = define_lean_on(Arguments, "attention_over_rows", run, results, returns=("out", "lse"))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, strides
+from mla_fx.ops.emitted.codes import CODES, kind_of
+from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of
 
@@ -28,7 +29,7 @@ ROWS = 16  # of a program, and
 KEYS = 16  # of a tile, for 512 columns: with twice as many of either, registers spill
 WARPS = 8
 PER_PROCESSOR = 2  # programs for each multiprocessor
-STRIDES = 3, 3, 2, 2, 1, 1, 4  # of each operand, in the order of the kernel
+STRIDES = 3, 3, 2, 2, 1, 1, 4, 2, 2  # of each operand, in the order of the kernel
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # as is the function: Triton gives types
@@ -46,15 +47,39 @@ def places_of_keys(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def numbers_of(  # type: ignore[no-untyped-def]
+    code, scales, column, is_page, is_column, CODES: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Codes [KEYS, COLUMNS] times their scales, in float32: int8, or bytes of float8_e4m3fn or float8_e5m2. Not all
+    devices have these types, but all have float16: e5m2 is its upper byte, and e4m3 moved there is less by 256."""
+    if CODES == 1:
+        number = code.to(tl.float32)
+    elif CODES == 2:
+        magnitude = (code & 0x7F).to(tl.uint16)
+        half = ((code & 0x80).to(tl.uint16) << 8) | (magnitude << 7)
+        number = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        number = tl.where(magnitude == 0x7F, float("nan"), number)
+    else:
+        number = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    if TILE == COUNT:
+        by = tl.load(scales, mask=is_page, other=0.0)[:, None]
+    else:
+        by = tl.load(scales[:, None] + column[None, :] // TILE, mask=is_page[:, None] & is_column[None, :], other=0.0)
+    return number * by
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def attend_to_part(  # type: ignore[no-untyped-def]
-    query, query_rope, kv_cache, kr_cache, table, lengths, mask, outs, lses,
+    query, query_rope, kv_cache, kr_cache, table, lengths, mask, kv_scales, kr_scales, outs, lses,
     query_b, query_s, query_n, rope_b, rope_s, rope_n, kv_page, kv_row, kr_page, kr_row,
     table_b, lengths_b, mask_b, mask_n, mask_s, mask_t,
+    kv_scale_page, kv_scale_row, kr_scale_page, kr_scale_row,
     S, N, T, page, pages, parts, scale, fill,
     R: tl.constexpr, DR: tl.constexpr, COLUMNS: tl.constexpr, ROTARY: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     HAS_TABLE: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_FILL: tl.constexpr,
     HAS_MASK: tl.constexpr, IS_BOOL: tl.constexpr, PRECISION: tl.constexpr,
+    KV_CODES: tl.constexpr, KV_TILE: tl.constexpr, KR_CODES: tl.constexpr, KR_TILE: tl.constexpr,
 ):  # fmt: skip
     """One block of query rows of one sequence, and one part of its keys: outs [B, M, P, R], lses [B, M, P]."""
     b = tl.program_id(2).to(tl.int64)
@@ -88,12 +113,18 @@ def attend_to_part(  # type: ignore[no-untyped-def]
         is_key = t < last
         place, within, is_page = places_of_keys(table, t, is_key, b, table_b, page, pages, HAS_TABLE)
         latents_at = kv_cache + (place * kv_page + within * kv_row)[:, None] + column[None, :]
-        latent = tl.load(latents_at, mask=is_page[:, None] & is_column[None, :], other=0.0)
+        latent = tl.load(latents_at, mask=is_page[:, None] & is_column[None, :], other=0)
+        if KV_CODES > 0:
+            scales_at = kv_scales + place * kv_scale_page + within * kv_scale_row
+            latent = numbers_of(latent, scales_at, column, is_page, is_column, KV_CODES, KV_TILE, R)
         latent = latent.to(given.dtype)
         scores = tl.dot(given, tl.trans(latent), input_precision=PRECISION)
         if ROTARY > 0:
             keys_at = kr_cache + (place * kr_page + within * kr_row)[:, None] + turned[None, :]
-            key = tl.load(keys_at, mask=is_page[:, None] & is_turned[None, :], other=0.0)
+            key = tl.load(keys_at, mask=is_page[:, None] & is_turned[None, :], other=0)
+            if KR_CODES > 0:
+                key_scales_at = kr_scales + place * kr_scale_page + within * kr_scale_row
+                key = numbers_of(key, key_scales_at, turned, is_page, is_turned, KR_CODES, KR_TILE, DR)
             scores += tl.dot(given_rope, tl.trans(key.to(given_rope.dtype)), input_precision=PRECISION)
         scores = scores * scale
         if HAS_TABLE:  # what the table names outside of the pool is no number
@@ -152,7 +183,7 @@ def check_served(kv_cache: Tensor, tokens: int) -> None:
     """Raise NoMatch for a call that the kernel is not for. `tokens` of a sequence share their keys."""
     if kv_cache.device.type != "cuda":
         raise NoMatch("the kernel is for CUDA devices")
-    if kv_cache.dtype not in DTYPES or kv_cache.dim() != 3:
+    if kv_cache.dtype not in (*DTYPES, *CODES) or kv_cache.dim() != 3:
         raise NoMatch("the kernel is for caches of rows, and at most 32 bits")
     rank = kv_cache.shape[2]
     if not isinstance(rank, int) or rank > MOST_COLUMNS:
@@ -199,12 +230,20 @@ def operands(a: Arguments) -> tuple[Tensor | None, ...]:
     rope = None if a.query_rope is None else a.query_rope.to(a.query.dtype)
     mask = mask_of(a)
     shown = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-    return *map(in_rows, (a.query, rope, a.kv_cache, a.kr_cache, a.block_table)), lengths_of(a), shown
+    caches = [in_rows(_as_bytes(cache)) for cache in (a.kv_cache, a.kr_cache)]
+    scales = scales_of(a.kv_scales, a.kv_cache), scales_of(a.kr_scales, a.kr_cache)
+    return in_rows(a.query), in_rows(rope), *caches, in_rows(a.block_table), lengths_of(a), shown, *scales
+
+
+def _as_bytes(cache: Tensor | None) -> Tensor | None:
+    """Float8 as bytes, which all devices read."""
+    is_float8 = cache is not None and cache.dtype in CODES[1:]
+    return cache.view(torch.uint8) if cache is not None and is_float8 else cache
 
 
 def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:
     rank, rotary = a.query.shape[3], 0 if a.query_rope is None else a.query_rope.shape[3]
-    *_, table, lengths, mask = given
+    *_, table, lengths, mask, kv_scales, kr_scales = given
     return {
         "R": rank,
         "DR": rotary,
@@ -218,6 +257,10 @@ def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:
         "HAS_MASK": mask is not None,
         "IS_BOOL": mask is not None and mask.dtype == torch.uint8,
         "PRECISION": "ieee",
+        "KV_CODES": 0 if kv_scales is None else kind_of(a.kv_cache),
+        "KV_TILE": tile_of(kv_scales, a.kv_cache),
+        "KR_CODES": 0 if kr_scales is None else kind_of(a.kv_cache),
+        "KR_TILE": tile_of(kr_scales, a.kr_cache),
     }
 
 

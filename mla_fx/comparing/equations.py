@@ -53,9 +53,13 @@ def of_pieces(sizes: Iterable[int]) -> Iterator[Equation]:
 def of_bytes(old: Shape, new: Shape, width: float) -> Iterator[Equation]:
     """A view of the same bytes in elements of another width: there are so many for each of the old ones."""
     if old and width > 1:
-        yield Equation(_times(round(width)), new[-1], old[-1:])
+        yield times(round(width), new[-1], old[-1])
     elif old and width < 1:
-        yield Equation(_times(round(1 / width)), old[-1], new[-1:])
+        yield times(round(1 / width), old[-1], new[-1])
+
+
+def times(number: int, whole: int, part: int) -> Equation:
+    return Equation(_times(number), whole, (part,))
 
 
 @functools.cache

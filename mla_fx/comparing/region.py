@@ -15,7 +15,7 @@ from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.rewriting.draft import Change, Draft, fake_of, value_of
 
 from .behind import FEW, few_behind
-from .equations import EQUATIONS, Equation, Shape, of_bytes
+from .equations import EQUATIONS, Equation, Shape, of_bytes, times
 from .inputs import CODES
 from .small_sizes import SMALL, small_sizes
 from .symbols import Numbers
@@ -121,13 +121,26 @@ class Region:
         return {abs(number) for number in added if type(number) is int}
 
     def equations(self, numbers: Numbers) -> Iterator[Equation]:
+        yield from self._of_bytes(numbers)
         for call in self.calls:
             find = EQUATIONS.get(call.target)
-            if call.target is aten.view.dtype:
-                old, new = fake_of(call.args[0]), value_of(call)
-                yield from of_bytes(numbers.of(old), numbers.of(new), _width(old) / _width(new))
-            elif find is not None:
+            if find is not None:
                 yield from find(numbers.of(value_of(call)), *numbers.of(fake_of(call.args)))
+
+    def _of_bytes(self, numbers: Numbers) -> Iterator[Equation]:
+        """Of views of bytes as wider numbers, and of the pieces of a row beside them: these begin where numbers may."""
+        found, widths, beside = list[Equation](), [1], set[int]()
+        for call in self.calls:
+            if call.target is not aten.view.dtype:
+                continue
+            old, new = fake_of(call.args[0]), value_of(call)
+            found += of_bytes(numbers.of(old), numbers.of(new), _width(old) / _width(new))
+            widths.append(_width(new) // _width(old))
+            beside.update(size for cut in _cuts(call.args[0]) for size in numbers.of(cut.args[1]))
+        yield from found
+        width = max(widths)
+        free = beside - {each.whole for each in found}
+        yield from (times(width, size, size // width) for size in free if width > 1 and size % width == 0)
 
     def undetermined(self, numbers: Numbers) -> set[int]:
         """The sizes whose sums and products the others are."""
@@ -145,6 +158,14 @@ class Region:
         numbers = (abs(number) for call in self.calls for number in numbers_of(call))
         powers = (power for number in numbers if 1 / LARGEST <= number <= LARGEST for power in _powers(number))
         return {size for power in powers for size in sizes if abs(power - size) <= NEAR * size}
+
+
+def _cuts(value: Any) -> Iterator[Any]:
+    """The calls that cut a row into pieces, of which this is one or a part of one."""
+    while isinstance(value, Node) and value.all_input_nodes:
+        if value.target is aten.split_with_sizes.default:
+            yield value
+        value = value.args[0]
 
 
 def _width(tensor: Tensor) -> int:

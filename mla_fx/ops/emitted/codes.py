@@ -30,6 +30,11 @@ def dtype_of(a: Any) -> torch.dtype:
     return dtype
 
 
+def kind_of(codes: Tensor) -> int:
+    """Which of CODES these are, counted from one, for kernels."""
+    return 1 + CODES.index(codes.dtype)
+
+
 def of_rows(scales: Tensor | None, cache: Tensor) -> Tensor | None:
     """Scales of each row of a cache, [B, T, C] or [BlockNum, BlockSize, C]."""
     return None if scales is None else scales.expand(*cache.shape[:2], scales.shape[2])
@@ -61,7 +66,7 @@ def check_codes(a: Any) -> None:
 def _check_scales(name: str, cache: Tensor | None, scales: str, given: Tensor) -> None:
     if cache is None:
         raise ValueError(f"{scales} are given; they must be None without {name}.")
-    check_dtype(name, cache, CODES)
+    check_dtype(name, cache, CODES if given.dtype != torch.float64 else (*CODES, torch.float64))
     check_rank(name, cache, "B, T, columns or BlockNum, BlockSize, columns")
     check_rank(scales, given, "B, T, C or BlockNum, BlockSize, C")
     rows, columns = cache.shape[:2], cache.shape[2]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import latent_attention_with_lse, lightning_index
 from .attention import aligned
-from .codes import dtype_of
+from .codes import dtype_of, of_rows
 from .latent_attention import Arguments
 from .pages import context_of
 
@@ -33,6 +33,16 @@ def mask_of(a: Arguments) -> Tensor | None:
     batch, steps, heads, _ = a.query.shape
     mask = a.mask if a.mask.dtype == torch.bool else a.mask.float()
     return mask.expand(batch, heads, steps, context_of(a.kv_cache, a.block_table))
+
+
+def scales_of(scales: Tensor | None, cache: Tensor | None) -> Tensor | None:
+    """The scales of each row of codes, in float32."""
+    return None if scales is None or cache is None else of_rows(in_rows(scales.float()), cache)
+
+
+def tile_of(scales: Tensor | None, cache: Tensor | None) -> int:
+    """The columns that share a scale; 0 without scales."""
+    return 0 if scales is None or cache is None else cache.shape[-1] // scales.shape[-1]
 
 
 def strides(value: Tensor | None, count: int) -> Sequence[int]:

@@ -68,7 +68,7 @@ def body(a: Arguments) -> Tensor:
     float32 and rounded to the dtype of query. kv_scales, floating, broadcasts to [B, T, C], or to [BlockNum, BlockSize,
     C] with a block_table: each scale is of Hckv / C adjacent columns, so C is 1 for a scale of each token, and Hckv for
     one of each column. kr_scales are the same for kr_cache; without them, kr_cache has the dtype of query. There are
-    no codes in FRACTAL_NZ.
+    no codes in FRACTAL_NZ. Beside scales in float64, codes may be float64, in which a rewrite is checked.
 
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
