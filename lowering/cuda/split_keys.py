@@ -48,7 +48,7 @@ def places_of_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def numbers_of(  # type: ignore[no-untyped-def]
-    code, scales, column, is_page, is_column, CODES: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr
+    code, scales, column, is_page, CODES: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
     """Codes [KEYS, COLUMNS] times their scales, in float32: int8, or bytes of float8_e4m3fn or float8_e5m2. Not all
     devices have these types, but all have float16: e5m2 is its upper byte, and e4m3 moved there is less by 256."""
@@ -61,11 +61,18 @@ def numbers_of(  # type: ignore[no-untyped-def]
         number = tl.where(magnitude == 0x7F, float("nan"), number)
     else:
         number = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    if TILE == COUNT:
-        by = tl.load(scales, mask=is_page, other=0.0)[:, None]
+    columns: tl.constexpr = column.shape[0]
+    if columns % TILE == 0:
+        tile = tl.arange(0, columns // TILE)
+        is_tile = tile * TILE < COUNT
+        by = tl.load(scales[:, None] + tile[None, :], mask=is_page[:, None] & is_tile[None, :], other=0.0)
+        tiles = tl.reshape(number, [number.shape[0], columns // TILE, TILE]) * by[:, :, None]
+        number = tl.reshape(tiles, [number.shape[0], columns])
     else:
-        by = tl.load(scales[:, None] + column[None, :] // TILE, mask=is_page[:, None] & is_column[None, :], other=0.0)
-    return number * by
+        is_column = column < COUNT
+        at = scales[:, None] + column[None, :] // TILE
+        number = number * tl.load(at, mask=is_page[:, None] & is_column[None, :], other=0.0)
+    return number
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -116,7 +123,7 @@ def attend_to_part(  # type: ignore[no-untyped-def]
         latent = tl.load(latents_at, mask=is_page[:, None] & is_column[None, :], other=0)
         if KV_CODES > 0:
             scales_at = kv_scales + place * kv_scale_page + within * kv_scale_row
-            latent = numbers_of(latent, scales_at, column, is_page, is_column, KV_CODES, KV_TILE, R)
+            latent = numbers_of(latent, scales_at, column, is_page, KV_CODES, KV_TILE, R)
         latent = latent.to(given.dtype)
         scores = tl.dot(given, tl.trans(latent), input_precision=PRECISION)
         if ROTARY > 0:
@@ -124,7 +131,7 @@ def attend_to_part(  # type: ignore[no-untyped-def]
             key = tl.load(keys_at, mask=is_page[:, None] & is_turned[None, :], other=0)
             if KR_CODES > 0:
                 key_scales_at = kr_scales + place * kr_scale_page + within * kr_scale_row
-                key = numbers_of(key, key_scales_at, turned, is_page, is_turned, KR_CODES, KR_TILE, DR)
+                key = numbers_of(key, key_scales_at, turned, is_page, KR_CODES, KR_TILE, DR)
             scores += tl.dot(given_rope, tl.trans(key.to(given_rope.dtype)), input_precision=PRECISION)
         scores = scores * scale
         if HAS_TABLE:  # what the table names outside of the pool is no number
@@ -232,7 +239,14 @@ def operands(a: Arguments) -> tuple[Tensor | None, ...]:
     shown = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
     caches = [in_rows(_as_bytes(cache)) for cache in (a.kv_cache, a.kr_cache)]
     scales = scales_of(a.kv_scales, a.kv_cache), scales_of(a.kr_scales, a.kr_cache)
-    return in_rows(a.query), in_rows(rope), *caches, in_rows(a.block_table), lengths_of(a), shown, *scales
+    return in_rows(a.query), in_rows(rope), *caches, _table(a), lengths_of(a), shown, *scales
+
+
+def _table(a: Arguments) -> Tensor | None:
+    """Codes in one piece are pages, too: one for each sequence. For these, the compiler spills fewer registers."""
+    if a.kv_scales is None or a.block_table is not None:
+        return a.block_table if a.block_table is None else a.block_table.contiguous()
+    return torch.arange(a.kv_cache.shape[0], dtype=torch.int32, device=a.kv_cache.device).unsqueeze(1)
 
 
 def _as_bytes(cache: Tensor | None) -> Tensor | None:
@@ -258,10 +272,16 @@ def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:
         "IS_BOOL": mask is not None and mask.dtype == torch.uint8,
         "PRECISION": "ieee",
         "KV_CODES": 0 if kv_scales is None else kind_of(a.kv_cache),
-        "KV_TILE": tile_of(kv_scales, a.kv_cache),
+        "KV_TILE": _tile(kv_scales, a.kv_cache),
         "KR_CODES": 0 if kr_scales is None else kind_of(a.kv_cache),
-        "KR_TILE": tile_of(kr_scales, a.kr_cache),
+        "KR_TILE": _tile(kr_scales, a.kr_cache),
     }
+
+
+def _tile(scales: Tensor | None, cache: Tensor | None) -> int:
+    """The columns that share a scale; if all do, those that are none, too."""
+    tile = tile_of(scales, cache)
+    return columns_of(tile) if cache is not None and tile == cache.shape[-1] else tile
 
 
 def columns_of(count: int) -> int:

@@ -21,6 +21,7 @@ from lib.latent_calls import (
 )
 
 from mla_fx.ops.emitted import latent_attention
+from mla_fx.ops.emitted.codes import CODES, dtype_of
 
 pytest.importorskip("triton")
 from mla_fx.lowering.cuda import split_keys as kernel
@@ -31,7 +32,8 @@ DRAWS = 100
 
 
 def run(a):
-    return kernel.run(interpretable(a))
+    out, lse = kernel.run(interpretable(a))
+    return out.to(dtype_of(a)), lse
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,7 +110,9 @@ def test_drawn_calls():
 
 
 def with_zeros(a):
-    """The same with zeros in place of NaN, which the kernel does not read and the body does."""
+    """The same with zeros in place of NaN, which the kernel does not read and the body does. Codes are drawn without."""
+    if a.kv_scales is not None:
+        return a
     kr_cache = None if a.kr_cache is None else a.kr_cache.nan_to_num(0)
     return replace(a, kv_cache=a.kv_cache.nan_to_num(0), kr_cache=kr_cache)
 
@@ -142,4 +146,19 @@ def drawn(random):
         options["sinks"] = draw(heads, seed=seed)
     parts = (queries[1], pool[..., rank:]) if rope else (None, None)
     operands = queries[0], parts[0], pool[..., :rank], parts[1]
-    return latent_attention.Arguments(*operands, **{"mask": None, "scale": random.choice((0.3, -0.2)), **options})
+    options = {"mask": None, "scale": random.choice((0.3, -0.2)), **options}
+    if not pool.isnan().any() and random.random() < 0.4:
+        operands, options = in_codes(random, operands, options)
+    return latent_attention.Arguments(*operands, **options)
+
+
+def in_codes(random, operands, options):
+    """The same with latents in codes of any kind, and sometimes rotary keys: a scale for each column, some, or all."""
+    _, _, latents, keys = operands
+
+    def scales(cache):
+        columns = random.choice([count for count in (1, 2, 4, cache.shape[2]) if cache.shape[2] % count == 0])
+        return *(random.choice((1, size)) for size in cache.shape[:2]), columns
+
+    rotary = None if keys is None or random.random() < 0.5 else scales(keys)
+    return latent_attention.in_codes(operands, options, scales(latents), random.choice(CODES), rotary)
