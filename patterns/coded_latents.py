@@ -67,7 +67,8 @@ class CodedLatents(Rule):
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         caches = ((call, element_of(named_argument(call, "kv_cache"))) for call in super().anchors(graph))
-        return (call for call, cache in caches if codes_behind(cache) not in (None, cache))
+        coded = (call for call, cache in caches if codes_behind(cache) is not None)
+        return (call for call in coded if named_argument(call, "kv_scales") is None)
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         yield Match(readings={"call": Reading(anchor)})
@@ -133,6 +134,8 @@ def _scales(scale: Element | None, factor: float, dims: Sequence[Axes], numbers:
     tiles = tuple(axis for axis in columns if axis in scale.axes)
     if tiles != columns[: len(tiles)]:
         raise NoMatch("the scales of codes are not those of adjacent columns", scale.origin)
+    if tiles == columns and not scale.axes.isdisjoint({axis for dim in rows for axis in dim}):
+        raise NoMatch("each code has a scale of its own", scale.origin)
     is_partly = any(set(dim) - scale.axes and set(dim) & scale.axes for dim in rows)
     wide = None if factor == 1.0 else torch.promote_types(torch.float32, numbers.dtype)
     return times(tensor(scale, (*rows, tiles), dtype=wide, expand=is_partly), factor)

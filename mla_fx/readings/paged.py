@@ -13,13 +13,13 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.readings.integers import INTEGERS, IntegerSum, integer_sum
 
-from .axes import Axes, Axis, Index, axes, combine, of_axis, whole
+from .axes import ZERO, Axes, Axis, Index, axes, combine, fresh, of_axis, whole
 from .calls import args_of
 from .codes.dequantised import Dequantised, codes_behind, dequantised
 from .element import Element, operand, resolve
 from .reading import Reading
 from .sizes import Size, at_most, ratio
-from .views import covers, shape_of
+from .views import covers, fresh_index, shape_of
 
 aten = torch.ops.aten
 
@@ -31,13 +31,16 @@ GATHERS = INDEXED | {aten.index_select.default, aten.embedding.default}
 class Paged(Reading):
     """`pages`, read along `block` at the number in `table`. The rest of the index of `pages` comes from the reader of
     the gathered rows. With `wraps`, a negative number counts blocks from the end; otherwise the program refuses it. If
-    rows hold codes, `numbers` are what the program computes from them."""
+    rows hold codes, `numbers` are what the program computes from them. If bytes of rows are read as elements of another
+    dtype, this is `viewed`, and `byte` counts those of one element."""
 
     pages: Element
     block: Index
     table: Element
     wraps: bool
     numbers: Dequantised | None = None
+    viewed: torch.dtype | None = None
+    byte: Index = ZERO
 
     @property
     def axes(self) -> Axes:
@@ -74,6 +77,8 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
     """Read an element as one of a row that was looked up in pages. Raises NoMatch if it is not one, or if it is read in
     another dtype than the pages have. It may be widened with `is_widened`, which changes no number."""
     node = element.node
+    if node.target is aten.view.dtype and not element.roundings:
+        return _viewed(element)
     if element.roundings or (element.dtype != node.meta["val"].dtype and not is_widened):
         cast = (*element.roundings, element.dtype)[0]
         raise NoMatch(f"rows are gathered in {node.meta['val'].dtype} and cast to {cast}", node)
@@ -85,6 +90,26 @@ def paged(element: Element, *, is_widened: bool = False) -> Paged:
     if len(looked_up) != 1:
         raise NoMatch(f"rows are gathered by {len(looked_up)} tables, expected one block table", node)
     return Paged(node, resolve(found.source, tuple(found.at)), *looked_up[0], wraps=node.target in INDEXED)
+
+
+def _viewed(element: Element) -> Paged:
+    """Read the bytes of an element in rows that were looked up in pages."""
+    source, dtype = args_of(element.node)
+    width = ratio(dtype.itemsize, source.meta["val"].dtype.itemsize)
+    if width is None or element.dtype != dtype:
+        raise NoMatch(f"rows are gathered in {source.meta['val'].dtype} and read as {dtype}", element.node)
+    *lead, column = element.index
+    byte = fresh(width)
+    wide = combine(width * column.offset, [*((digit, width * stride) for digit, stride in column.terms), *byte.terms])
+    return replace(paged(resolve(source, (*lead, wide))), node=element.node, viewed=dtype, byte=byte)
+
+
+def is_looked_up(element: Element) -> bool:
+    """Whether an element seems to be one of rows that were looked up, or bytes of one."""
+    origin = element.origin
+    if origin.target is aten.view.dtype:
+        return is_looked_up(resolve(args_of(origin)[0], fresh_index(args_of(origin)[0])))
+    return origin.target in GATHERS
 
 
 def paged_numbers(element: Element) -> Paged:

@@ -43,11 +43,11 @@ def tensor(
     index, wanted = _parted(base, index, dims)
     base, units = _spread(base, index, wanted)
     laid = _arranged(*(_repeated(base, units, wanted) if expand else (base, units)), wanted)
-    value = times(_expanded(laid, wanted) if expand else laid.value, factor)
-    if isinstance(element, Element) and element.scales is not None:
-        is_narrow = base.node.meta["val"].dtype.itemsize == 1
-        wide = torch.promote_types(torch.float32, element.scales.dtype)
-        value = scaled_by(element.scales, Cast(value, wide) if is_narrow else value, dims)
+    value = _expanded(laid, wanted) if expand else laid.value
+    scales = element.scales if isinstance(element, Element) else None
+    if base.node.meta["val"].dtype.itemsize == 1 and isinstance(element, Element) and (factor != 1.0 or scales):
+        value = Cast(value, torch.promote_types(torch.float32, element.dtype))
+    value = scaled_by(scales, times(value, factor), dims)
     wanted_dtype = dtype or (element.dtype if isinstance(element, Element) else None)
     return value if wanted_dtype is None else Cast(value, wanted_dtype)
 

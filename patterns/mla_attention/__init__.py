@@ -355,12 +355,15 @@ def _sinks(sink: Element | float, n: Axes, device: torch.device) -> Expression:
 
 
 def _dtype(match: Match) -> torch.dtype:
-    """The dtype of the latents, if it holds the query without loss; else the wider of the two."""
+    """The dtype of the latents, if it holds the query without loss; else the wider of the two. That of codes is no
+    number's."""
     dtype = match["kv_cache"].dtype
     queries = [match[name] for name in ("query", "q_nope", "q_rope") if name in match.elements]
-    if all(query.is_exact_in(dtype) for query in queries):
+    is_code = dtype.itemsize == 1
+    if not is_code and all(query.is_exact_in(dtype) for query in queries):
         return dtype
-    return functools.reduce(torch.promote_types, (query.dtype for query in queries), dtype)
+    dtypes = [query.dtype for query in queries]
+    return functools.reduce(torch.promote_types, dtypes if is_code else [*dtypes, dtype])
 
 
 def _rounded_once(match: Match, dtype: torch.dtype) -> list[Node]:

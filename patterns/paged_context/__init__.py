@@ -10,15 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch.fx import Graph, Node
 
 from mla_fx.cases import Case
 from mla_fx.ops.emitted.codes import SCALES
 from mla_fx.rule import CallPattern, Match, NoMatch, Operand, Plan, Rule, var
-from mla_fx.rule.caches import GATHERS, block_table, check_memory, paged
+from mla_fx.rule.caches import block_table, check_memory, is_looked_up, paged
 from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes_of, composite, fresh, renamed, resolve, without_digits
-from mla_fx.rule.operands import ATTENTION, Call, Replacement, tensor
-from mla_fx.rule.readings import Element, Paged, Reading, element_of, keywords, named_argument, positional, shape_of
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, tensor
+from mla_fx.rule.readings import (
+    Element,
+    Paged,
+    Reading,
+    computed_between,
+    element_of,
+    keywords,
+    named_argument,
+    positional,
+    shape_of,
+)
 
 from . import cases
 
@@ -36,7 +47,7 @@ class PagedContext(Rule):
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         contiguous = (node for node in super().anchors(graph) if named_argument(node, "block_table") is None)
-        return (node for node in contiguous if element_of(named_argument(node, "kv_cache")).origin.target in GATHERS)
+        return (node for node in contiguous if is_looked_up(element_of(named_argument(node, "kv_cache"))))
 
     def rewrite(self, match: Match) -> Plan:
         """All caches are pages of one size, looked up in one table: `page` are the axes of the context that select
@@ -56,11 +67,12 @@ class PagedContext(Rule):
         (page, row), *_ = (found.blocks_and_rows(t) for found in read.values())
         is_nz = len(c) > 1 or len(r) > 1
         pages = {
-            name: tensor(found.pages, _dims(found, row, _parted(given[name][1], parted), is_nz=is_nz))
+            name: _pages(found, row, _parted(given[name][1], parted), is_nz=is_nz)
             for name, found in read.items()
         }
-        given = positional(old) | pages | {"block_table": block_table(b, page, *read.values())}
-        return Plan(Replacement(old, Call(old.target, *given.values(), **keywords(old))))
+        operands = positional(old) | pages | {"block_table": block_table(b, page, *read.values())}
+        moved = (call for name, found in read.items() for call in _moving(named_argument(old, name), found))
+        return Plan(Replacement(old, Call(old.target, *operands.values(), **keywords(old))), exact=moved)
 
 
 class PagedCodes(PagedContext):
@@ -94,10 +106,16 @@ def _leaves(axis: Axis, parted: Mapping[Axis, Index]) -> Axes:
     return axes_of(parted[axis]) or () if axis in parted else (axis,)
 
 
-def _dims(found: Paged, row: Axes, columns: Axes, *, is_nz: bool) -> Dims:
-    """The dimensions of pages: [Blocks, BlockSize, Columns], or in FRACTAL_NZ [Blocks, Columns/n0, BlockSize, n0]."""
-    if not is_nz:
-        return found.axes, row, columns
-    dims = found.axes, columns[:-1], row, columns[-1:]
-    check_memory(found.pages, dims)
-    return dims
+def _moving(cache: Node, found: Paged) -> Iterator[Node]:
+    """The calls between pages and what is read of them. They round nothing, also if codes of 8 bits are moved."""
+    return computed_between(element_of(cache).origin, {found.pages.origin})
+
+
+def _pages(found: Paged, row: Axes, columns: Axes, *, is_nz: bool) -> Expression:
+    """Pages [Blocks, BlockSize, Columns], or in FRACTAL_NZ [Blocks, Columns/n0, BlockSize, n0]."""
+    dims: Dims = (found.axes, row, (*columns, *(axes_of(found.byte) or ())))
+    if is_nz:
+        dims = found.axes, columns[:-1], row, columns[-1:]
+        check_memory(found.pages, dims)
+    pages = tensor(found.pages, dims)
+    return pages if found.viewed is None else Call(torch.ops.aten.view.dtype, pages, found.viewed)

@@ -48,7 +48,8 @@ class Dequantised(Reading):
 def dequantised(element: Element, stored: Collection[torch.dtype] = (torch.int8,)) -> Dequantised:
     """Read `element` as a number that is dequantised from codes of one of the dtypes. Raises NoMatch if it is none."""
     node = element.node
-    dtype = (*element.roundings, node.meta["val"].dtype)[0]
+    stored_dtype = node.meta["val"].dtype
+    dtype = (*element.roundings, element.dtype if stored_dtype in stored else stored_dtype)[0]
     if node.target in DIVIDES:
         raise NoMatch("codes are divided, expected a product with a scale", node)
     numbers, scale = _scaled(element, stored)
