@@ -193,20 +193,19 @@ class ChosenKeys(Rule):
         if found.numbers.axes & set(n):
             raise NoMatch("each head chooses keys of its own", found.node)
         sinks, *pages = (named_argument(call, name) for name in ("sinks", "block_table", *SCALES.values()))
-        rest = (sinks, pages[0]) if call.target is PROMPTS else (sinks, *pages)
         _check_hides(found, options_of(call).get("fill"), sinks, call)
         masks = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), call.meta["val"].dtype)
         operands = tuple(itertools.takewhile(lambda value: value is not mask, args_of(call)))
         options = {name: value for name, value in options_of(call).items() if name in KEPT}
         if found.count == extent(found.keys):
-            new = Call(call.target, *operands, *masks, *rest, **options)
+            new = Call(call.target, *operands, *masks, sinks, *pages, **options)
             return Plan(Replacement(call, new), without=(found.numbers.origin,))
         if call.target is PROMPTS and call.meta["val"].device.type != "cpu":
             raise ByDesign("only CPUs read the chosen keys alone for a prompt", call)
         _check_pays(found.count, extent(found.keys), call)
         indices = tensor(found.numbers, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
         target = SPARSE_PROMPTS if call.target is PROMPTS else SPARSE
-        return Plan(Replacement(call, Call(target, *operands, indices, *masks, *rest, **options)))
+        return Plan(Replacement(call, Call(target, *operands, indices, *masks, sinks, *pages, **options)))
 
 
 def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -> None:

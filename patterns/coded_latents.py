@@ -21,8 +21,18 @@ from mla_fx.ops.emitted.codes import CODES
 from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
 from mla_fx.rule.codes import codes_behind, dequantised
 from mla_fx.rule.indices import Axes, Axis, Index, axes_of, fresh_index, renamed, resolve, without_digits
-from mla_fx.rule.operands import LATENT_ATTENTION, Call, Expression, Replacement, tensor, times
-from mla_fx.rule.readings import Element, Reading, element_of, is_coarser, keywords, named_argument, positional
+from mla_fx.rule.operands import ATTENTION, LATENT_ATTENTION, Call, Expression, Replacement, tensor, times
+from mla_fx.rule.readings import (
+    Element,
+    Reading,
+    args_of,
+    element_of,
+    is_coarser,
+    keywords,
+    named_argument,
+    options_of,
+    positional,
+)
 
 aten = torch.ops.aten
 TILES = 4
@@ -60,7 +70,7 @@ class _WithOffset(_Tiles):
 class CodedLatents(Rule):
     stage = "cache"
     after = ("kv_rmsnorm_rope_cache",)  # rules that quantise latents read what the program computes from codes
-    targets = LATENT_ATTENTION
+    targets = ATTENTION
     yields_to_target = True
     accepts = (Case("a scale for each tile", _Tiles, {"latent_attention": 1}),)
     rejects = (Case("codes with an offset", _WithOffset, because="codes have an offset"),)
@@ -68,7 +78,7 @@ class CodedLatents(Rule):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         caches = ((call, element_of(named_argument(call, "kv_cache"))) for call in super().anchors(graph))
         coded = (call for call, cache in caches if codes_behind(cache) is not None)
-        return (call for call in coded if named_argument(call, "kv_scales") is None)
+        return (call for call in coded if named_argument(call, "kv_scales") is None and _may_be_absorbed(call))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         yield Match(readings={"call": Reading(anchor)})
@@ -81,6 +91,11 @@ class CodedLatents(Rule):
         given |= {} if keys is None else {"kr_cache": keys.codes, "kr_scales": keys.scales}
         exact = (one for coded in (latents, keys) if coded is not None for one in coded.calls)
         return Plan(Replacement(call, Call(call.target, *given.values(), **keywords(call))), exact=exact)
+
+
+def _may_be_absorbed(call: Node) -> bool:
+    """Keys and values are expanded from numbers."""
+    return call.target in LATENT_ATTENTION or options_of(call).get("max_absorbed_tokens", 0) != 0
 
 
 @dataclass(frozen=True)
@@ -112,9 +127,11 @@ def _coded(call: Node, name: str) -> _Coded:
     factor, number = element.apart()
     found = dequantised(number, CODES)
     if found.offset is not None:
-        raise NoMatch("codes have an offset, latent_attention takes none", found.offset.origin)
+        raise NoMatch("codes have an offset, attention takes none", found.offset.origin)
     if is_coarser(found.dtype, element.dtype):
-        raise NoMatch(f"numbers are rounded to {found.dtype}, latent_attention to {element.dtype}", element.origin)
+        raise NoMatch(f"numbers are rounded to {found.dtype}, attention to {element.dtype}", element.origin)
+    if (query := args_of(call)[0].meta["val"].dtype) != element.dtype:
+        raise NoMatch(f"numbers are in {element.dtype}, and the absorbed query in {query}", element.origin)
     parts = [found.codes, *([] if found.scale is None else [found.scale])]
     parted = without_digits(index for part in parts for index in part.index)
     if parted is None:

@@ -140,6 +140,7 @@ def test_calls_that_no_kernel_of_an_npu_takes_become_bodies_unless_they_read_pag
             is_few = sample.mode.startswith("expanded") or name in OF_CHOSEN
             reads_pages = "block_table" in sample.mode and not is_few
             has_codes = any(getattr(value, "dtype", None) == torch.int8 for value in sample.args)
+            has_codes = has_codes and "kv_scales" not in sample.kwargs  # which become numbers
             stays = name in kept or entry.host is not None or reads_pages or has_codes
             with pytest.raises(NoMatch) if stays else nullcontext():
                 assert bodies[entry.overload](*sample.args, **sample.kwargs) is entry.body

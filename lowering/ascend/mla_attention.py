@@ -35,6 +35,8 @@ def refuse_body(a: Arguments) -> None:
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
     kernel.refuse_chip(surface)
+    if a.kv_scales is not None:
+        raise NoMatch(f"kv_scales are given; {KERNEL} takes numbers")
     if surface.mode == "aclgraph":
         raise NoMatch(f"keys are expanded; {KERNEL} takes them in the layout TND, which cannot be captured")
     kernel.refuse_packed(surface, "keys are expanded")

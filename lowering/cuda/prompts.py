@@ -46,7 +46,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Any]:
 def bytes_of_head(a: Arguments, context: int) -> int:
     """What the keys and values of one head of one sequence take."""
     rotary = 0 if a.kr_cache is None else a.kr_cache.shape[-1]
-    return context * (a.weight_uk.shape[1] + rotary + a.weight_uv.shape[1]) * a.kv_cache.element_size()
+    return context * (a.weight_uk.shape[1] + rotary + a.weight_uv.shape[1]) * a.q_nope.element_size()
 
 
 def run(a: Arguments) -> Tensor:

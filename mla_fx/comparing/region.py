@@ -128,7 +128,7 @@ class Region:
                 yield from find(numbers.of(value_of(call)), *numbers.of(fake_of(call.args)))
 
     def _of_bytes(self, numbers: Numbers) -> Iterator[Equation]:
-        """Of views of bytes as wider numbers, and of the pieces of a row beside them: these begin where numbers may."""
+        """What views of bytes as wider numbers ask: the pieces of a row beside them end where numbers may begin."""
         found, widths, beside = list[Equation](), [1], set[int]()
         for call in self.calls:
             if call.target is not aten.view.dtype:
@@ -161,7 +161,7 @@ class Region:
 
 
 def _cuts(value: Any) -> Iterator[Any]:
-    """The calls that cut a row into pieces, of which this is one or a part of one."""
+    """The calls that cut a row into pieces, where this is one or a part of one."""
     while isinstance(value, Node) and value.all_input_nodes:
         if value.target is aten.split_with_sizes.default:
             yield value

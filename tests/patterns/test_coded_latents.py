@@ -8,7 +8,7 @@ from lib.kernels import draw
 from torch import nn
 
 import mla_fx
-from mla_fx.cases import DR, HCKV, B, D, Layer, N, T, inputs
+from mla_fx.cases import DR, HCKV, B, D, Layer, N, S, T, inputs
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -112,7 +112,7 @@ class RotaryCodes(Tiles):
 
 
 class Grown(Coded):
-    """As transformers keeps it: codes grow by cat, and one number is the scale of all."""
+    """Transformers keeps codes that grow by cat, with one number as the scale of all."""
 
     shape = ()
 
@@ -209,20 +209,17 @@ def in_dtype(layer, dtype):
     return layer.eval()
 
 
-def arguments(dtype):
-    return [value.to(dtype) if value.is_floating_point() else value for value in inputs()]
+def arguments(dtype, tokens):
+    return [value.to(dtype) if value.is_floating_point() else value for value in inputs(tokens)]
 
 
-def check(build, target, dtype=torch.float32, **options):
-    """Outputs of two calls are as near to those of eager mode in float64 as eager mode is, and caches are its own."""
+def check(build, target, dtype=torch.float32, tokens=(S, S), **options):
+    """Outputs of each call are as near to those of eager mode in float64 as eager mode is, and caches are its own."""
     kinds = dtype, dtype, torch.float64
     layers = [in_dtype(build(), kind) for kind in kinds]
     run = torch.compile(layers[0], backend="mla", options={"target": target}, **options), *layers[1:]
-    for _ in range(2):
-        given = (
-            [value.to(kind) if value.is_floating_point() else value for value in inputs()]
-            for kind in (dtype, dtype, torch.float64)
-        )
+    for count in tokens:
+        given = (arguments(kind, count) for kind in kinds)
         found, eager, exact = (one(*own) for one, own in zip(run, given, strict=True))
         off, allowed = ((out.double() - exact).norm() for out in (found, eager))
         assert off <= 2 * allowed + 1e-5 * exact.norm()
@@ -253,6 +250,19 @@ def test_codes_are_read(kind, codes):
 def test_compiled(kind, codes):
     for dtype in (torch.float32, torch.bfloat16):
         assert fired(check(lambda: kind(codes), "inductor", dtype))
+
+
+@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [Tiles, Pages, FlashMla])
+def test_any_number_of_tokens(kind, target):
+    report = check(kind, target, tokens=(3, 5, 2), dynamic=True)
+    assert report.fused == {"mla_attention": 1} and "coded_latents" in fired(report), str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FUSED)
+def test_float16(kind):
+    check(kind, "inductor", torch.float16)
 
 
 class WithOffset(Coded):
@@ -307,7 +317,7 @@ KINDS = (
     "an offset that is added and a scale that multiplies both"
 )
 REASONS = {
-    WithOffset: "codes have an offset, latent_attention takes none",
+    WithOffset: "codes have an offset, attention takes none",
     Divided: "codes are divided, expected a product with a scale",
     ScaledTwice: KINDS,
     Interleaved: "each code has a scale of its own",

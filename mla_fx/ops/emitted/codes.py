@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import check_dtype, check_rank, known_to_differ
+from mla_fx.ops.common.check import check_dtype, check_rank, check_tensors, known_to_differ
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sizes import statically_known_true
 
@@ -26,7 +26,8 @@ def numbers(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def dtype_of(a: Any) -> torch.dtype:
     """The dtype of the numbers in a call's caches."""
-    dtype: torch.dtype = a.kv_cache.dtype if a.kv_scales is None else a.query.dtype
+    query, *_ = vars(a).values()
+    dtype: torch.dtype = (a.kv_cache if a.kv_scales is None else query).dtype
     return dtype
 
 
@@ -50,8 +51,10 @@ def dequantised(a: Any) -> Any:
     return replace(a, kv_cache=kv_cache, kr_cache=kr_cache, kv_scales=None, kr_scales=None)
 
 
-def check_codes(a: Any) -> None:
-    """Check caches that have scales: codes in 8 bits, and scales that belong to them."""
+def check_latents(a: Any, *skip: str) -> None:
+    """Check devices and dtypes, but those of `skip`. Caches that have scales are codes in 8 bits."""
+    coded = (name for name, scales in SCALES.items() if getattr(a, scales) is not None)
+    check_tensors(vars(a), free=("sinks", *SCALES.values()), skip=(*skip, *coded))
     for name, scales in SCALES.items():
         if getattr(a, scales) is not None:
             _check_scales(name, getattr(a, name), scales, getattr(a, scales))

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
+from mla_fx.ops.common.check import Sizes, check_letters
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, check_rotary, probabilities
-from .codes import CODES, SCALES, check_codes, dequantised, dtype_of
+from .codes import CODES, check_latents, dequantised, dtype_of
 from .pages import check_contexts, context_of, latent_tiles
 from .tiled_attention import goes_by_tiles, mask_of_rows, row_tiles
 
@@ -130,20 +130,13 @@ def weighted(weights: Tensor, a: Arguments) -> Tensor:
 
 
 def check(a: Arguments) -> None:
-    check_latent_tensors(a, "mask", "context_lens", "block_table")
+    check_latents(a, "mask", "context_lens", "block_table")
     sizes: Sizes = {}
     check_letters(a, sizes, query="B, S, N, Hckv")
     check_rotary("query_rope", a, sizes)
     check_contexts(a, sizes)
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     check_letters(a, sizes, sinks="N")
-
-
-def check_latent_tensors(a: Any, *skip: str) -> None:
-    """Check devices and dtypes, also of codes and their scales."""
-    coded = (name for name, scales in SCALES.items() if getattr(a, scales) is not None)
-    check_tensors(vars(a), free=("sinks", *SCALES.values()), skip=(*skip, *coded))
-    check_codes(a)
 
 
 def fake(a: Arguments) -> Tensor:
@@ -185,7 +178,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("codes, block_table, scales of tiles", *in_codes(*paged, (20, 64, 4)))
     bare = without_rope(sample(dtype, 21, 1)), {"scale": 0.3}
     yield Sample("codes, no rotary part, one scale for each token", *in_codes(*bare, (2, 5, 1), CODES[2]))
-    yield Sample("codes, rotary codes", *in_codes(*paged_sample(dtype, 22, 1), (20, 64, 2), rotary=(1, 1, 1)))
+    yield Sample("codes, block_table, rotary codes", *in_codes(*paged_sample(dtype, 22, 1), (20, 64, 2), rotary=(1, 1, 1)))
 
 
 def sample(

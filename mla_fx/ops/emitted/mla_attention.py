@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.absorption import absorb_query, expand_output
-from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
+from mla_fx.ops.common.check import Sizes, check_letters
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.machine import multiplies_tiles
 from mla_fx.ops.common.math import wide_product
@@ -17,7 +17,8 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rotary, probabilities
-from .pages import check_contexts, context_of, in_one_piece
+from .codes import check_latents, dequantised
+from .pages import check_contexts, context_of, numbers_in_one_piece, without_codes
 from .tiled_attention import Form, at_once, attend, count_of_scores, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
@@ -40,6 +41,8 @@ class Arguments:
     context_lens: Tensor | None = None
     sinks: Tensor | None = None
     block_table: Tensor | None = None
+    kv_scales: Tensor | None = None
+    kr_scales: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -75,6 +78,9 @@ def body(a: Arguments) -> Tensor:
     With a block_table, int64 or int32 [B, Blocks], the caches are pages [BlockNum, BlockSize, Hckv] and [BlockNum,
     BlockSize, Dr], or both in FRACTAL_NZ, as for `latent_attention`. The context of a sequence is the concatenation of
     the blocks in its row: T is Blocks * BlockSize. A negative number counts blocks from the end.
+
+    kv_scales and kr_scales are those of `latent_attention`: caches may hold codes, which become numbers in the dtype of
+    q_nope.
 
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
@@ -116,8 +122,10 @@ def absorbed(a: Arguments, attend: Attend = latent_attention.body) -> Tensor:
 
 def in_latent_space(a: Arguments) -> latent_attention.Arguments:
     query = absorbed_query(a.q_nope, a.weight_uk)
+    a = a if query.dtype == a.q_nope.dtype else without_codes(a)  # their numbers have the dtype of the query
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
-    return latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
+    scales = a.kv_scales, a.kr_scales
+    return latent_attention.Arguments(*operands, *scales, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
 
 
 def absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
@@ -176,13 +184,13 @@ def joined(a: Arguments, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unpaged(a: Arguments) -> Arguments:
-    """The same call without a block table; expanded keys are much larger than a copy of the caches."""
-    flat: Arguments = a if a.block_table is None else in_one_piece(a)
+    """The same call without a block table and codes; expanded keys are much larger than a copy of the caches."""
+    flat: Arguments = dequantised(a) if a.block_table is None else numbers_in_one_piece(a)
     return flat
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), free=("sinks",), skip=("mask", "context_lens", "block_table"))
+    check_latents(a, "mask", "context_lens", "block_table")
     sizes: Sizes = {}
     check_letters(a, sizes, q_nope="B, S, N, D")
     check_rotary("q_rope", a, sizes)
@@ -229,6 +237,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(f"{form}, context_lens, sinks, no rotary part", (*unrotated, short, sinks), options)
 
     for limit, name in ((0, "expanded"), (3, "absorbed")):
+        args, options = coded_sample(dtype, 13)
+        yield Sample(f"{name}, codes", args, options | {"max_absorbed_tokens": limit})
         query, rope, *_, uk, uv, _ = sample(dtype, 11)
         (_, _, *pages, _, lens, _, table), _ = latent_attention.paged_sample(dtype, 11, 3, torch.tensor([70, 3]))
         options = {"scale": 0.3, "max_absorbed_tokens": limit}
@@ -237,6 +247,12 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
             *latent_attention.paged_sample(dtype, 12, 3, torch.tensor([70, 3]), 16)
         )
         yield Sample(f"{name}, block_table, NZ", (query, rope, *pages, uk, uv, None, lens, None, table), options)
+
+
+def coded_sample(dtype: torch.dtype, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Latents in float8, with a scale for each token and tile of columns."""
+    args = sample(dtype, seed)
+    return latent_attention.in_codes(args, {"scale": 0.3}, (2, 5, 4))
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:

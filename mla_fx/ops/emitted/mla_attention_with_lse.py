@@ -26,9 +26,9 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
         lse = log(sum(exp(s)))
 
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, scale, the masks (mask, context_lens, is_causal, fill),
-    block_table and max_absorbed_tokens are those of `mla_attention`, and mean the same; sinks must be None. lse is that
-    of `latent_attention.with_lse`: [B, S, N] in float32, or float64 for float64, and minus infinity for a row whose
-    scores all are. Such a row gives zeros.
+    block_table, kv_scales, kr_scales and max_absorbed_tokens are those of `mla_attention`, and mean the same; sinks
+    must be None. lse is that of `latent_attention.with_lse`: [B, S, N] in float32, or float64 for float64, and minus
+    infinity for a row whose scores all are. Such a row gives zeros.
 
     Returns out [B, S, N, Dv] and lse. Raises ValueError for arguments that do not fit. Inference only. Tracing this
     function with a symbolic S guards on the comparison with max_absorbed_tokens.

@@ -45,6 +45,10 @@ def numbers_in_one_piece(a: Any) -> Any:
     return dequantised(replace(in_one_piece(a), **scales))
 
 
+def without_codes(a: Any) -> Any:
+    return a if a.kv_scales is None else numbers_in_one_piece(a)
+
+
 def _copied(cache: Tensor, block_table: Tensor | None) -> Tensor:
     return cache.contiguous() if block_table is None else gathered(_in_rows(cache), block_table).flatten(2)
 

@@ -13,6 +13,7 @@ from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
 from .attention import aligned, check_mask, check_rotary, last_keys, masked
+from .codes import check_latents
 from .pages import check_contexts, context_of
 
 PAYS = 4  # times as many keys as are chosen: with fewer, attention to all of them costs less; measured on a CPU
@@ -110,7 +111,7 @@ def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
 
 
 def check(a: Arguments) -> None:
-    latent_attention.check_latent_tensors(a, "indices", "mask", "context_lens", "block_table")
+    check_latents(a, "indices", "mask", "context_lens", "block_table")
     refuse_fractals(a.kv_cache)
     sizes: Sizes = {}
     check_letters(a, sizes, query="B, S, N, Hckv")

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.absorption import expand_output
-from mla_fx.ops.common.check import Sizes, check_letters, check_tensors
+from mla_fx.ops.common.check import Sizes, check_letters
 from mla_fx.ops.common.define import Sample, define
 
 from . import mla_attention, sparse_latent_attention
 from .attention import aligned, as_mask, check_mask, check_rotary, masked
-from .pages import check_contexts, context_of
+from .codes import check_latents
+from .pages import check_contexts, context_of, without_codes
 from .tiled_attention import mask_of_rows, parts
 
 ROWS = 256  # query tokens that are absorbed at a time
@@ -34,6 +35,8 @@ class Arguments:
     context_lens: Tensor | None = None
     sinks: Tensor | None = None
     block_table: Tensor | None = None
+    kv_scales: Tensor | None = None
+    kr_scales: Tensor | None = None
     _: KW_ONLY
     scale: float
     max_absorbed_tokens: int = 0
@@ -45,11 +48,11 @@ def body(a: Arguments) -> Tensor:
         t   = indices[b, s, 0]
         out = softmax((q_nope . k_nope[t] + q_rope . kr_cache[t]) * scale + mask[t]) . v[t]
 
-    q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, scale, mask, context_lens, sinks and block_table are those
-    of `mla_attention`, and mean the same; masks have no `fill`, and caches are not in FRACTAL_NZ. indices, int64 or
-    int32 [B, S, 1, K], are numbers of tokens in the context of the sequence, below T, in any order; each is named once.
-    Negative numbers are no keys, and come last. All heads see the same keys, as far as the mask allows. A row without
-    visible keys gives zeros.
+    q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, scale, mask, context_lens, sinks, block_table, kv_scales
+    and kr_scales are those of `mla_attention`, and mean the same; masks have no `fill`, and caches are not in
+    FRACTAL_NZ. indices, int64 or int32 [B, S, 1, K], are numbers of tokens in the context of the sequence, below T, in
+    any order; each is named once. Negative numbers are no keys, and come last. All heads see the same keys, as far as
+    the mask allows. A row without visible keys gives zeros.
 
     The result is the same in whichever form it is computed: of absorbed queries over chosen keys, or over all keys
     under a mask. Beyond max_absorbed_tokens query tokens, keys and values are expanded for the latter.
@@ -75,8 +78,10 @@ def kernel(a: Arguments, attend: Attend = sparse_latent_attention.body) -> Tenso
 
 def absorbed(a: Arguments, attend: Attend) -> Tensor:
     query = mla_attention.absorbed_query(a.q_nope, a.weight_uk)
+    a = a if query.dtype == a.q_nope.dtype else without_codes(a)
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.indices, a.mask, a.context_lens, a.sinks, a.block_table
-    return expand_output(attend(sparse_latent_attention.Arguments(*operands, scale=a.scale)), a.weight_uv)
+    scales = a.kv_scales, a.kr_scales
+    return expand_output(attend(sparse_latent_attention.Arguments(*operands, *scales, scale=a.scale)), a.weight_uv)
 
 
 def _of_rows(a: Arguments, first: int, last: int) -> Arguments:
@@ -103,11 +108,12 @@ def over_all(a: Arguments) -> mla_attention.Arguments:
         given = aligned(given, rows_first=False)
         mask = mask & given if given.dtype == torch.bool else masked(given, mask, None)
     operands = a.q_nope, a.q_rope, a.kv_cache, a.kr_cache, a.weight_uk, a.weight_uv, mask
-    return mla_attention.Arguments(*operands, None, a.sinks, a.block_table, scale=a.scale)
+    rest = a.sinks, a.block_table, a.kv_scales, a.kr_scales
+    return mla_attention.Arguments(*operands, None, *rest, scale=a.scale)
 
 
 def check(a: Arguments) -> None:
-    check_tensors(vars(a), free=("sinks",), skip=("indices", "mask", "context_lens", "block_table"))
+    check_latents(a, "indices", "mask", "context_lens", "block_table")
     sparse_latent_attention.refuse_fractals(a.kv_cache)
     sizes: Sizes = {}
     check_letters(a, sizes, q_nope="B, S, N, D")
@@ -124,10 +130,9 @@ def fake(a: Arguments) -> Tensor:
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """The samples of sparse_latent_attention without codes, with other queries and weights."""
+    """The samples of sparse_latent_attention, with other queries and weights."""
     q_nope, q_rope, _, _, *weights, _ = mla_attention.sample(dtype, 0)
-    numbers = (sample for sample in sparse_latent_attention.samples(dtype) if "kv_scales" not in sample.kwargs)
-    for sample in numbers:
+    for sample in sparse_latent_attention.samples(dtype):
         query, query_rope, kv_cache, kr_cache, *rest = sample.args
         rope = None if query_rope is None else q_rope[:, : query.shape[1]]
         operands = q_nope[:, : query.shape[1]], rope, kv_cache, kr_cache, *weights, *rest

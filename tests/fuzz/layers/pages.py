@@ -35,9 +35,13 @@ class Pages(Layer):
     def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
         table, positions = place
         where = self.where(table, positions)
-        for cache, rows in zip(caches, (latent, k_rope), strict=True):
+        for cache, rows in zip(caches, self.written(latent, k_rope), strict=True):
             self.write(cache, rows.squeeze(1), where)
         return tuple(self.gathered(cache, table).flatten(1, 2).unsqueeze(1) for cache in caches)
+
+    def written(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each cache."""
+        return latent, k_rope
 
     def where(self, table: Tensor, positions: Tensor) -> Any:
         return table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .pages import Pages
 from .plain import Layer, Sizes
 
 
@@ -203,6 +204,67 @@ class StoredInEight(Layer):
         scales.index_copy_(2, place, own)
         keys.index_copy_(2, place, k_rope)
         return codes.to(latent.dtype) * scales, keys
+
+
+class InTiles(StoredInEight):
+    """The same in float8, with a scale for each half of a latent."""
+
+    def coded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        tiles = latents.unflatten(-1, (2, -1))
+        scales = tiles.abs().amax(-1) / 448
+        return (tiles / scales.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn), scales
+
+    def caches(self) -> tuple[Tensor, ...]:
+        latents, keys = Layer.caches(self)
+        return *self.coded(latents.detach()), keys
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        for cache, rows in zip(caches, (*self.coded(latent), k_rope), strict=True):
+            cache[:, :, place] = rows
+        codes, scales, keys = caches
+        return self.numbers(codes, scales), keys
+
+    def numbers(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return (codes.to(scales.dtype).unflatten(-1, (2, -1)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+class CodedPages(Pages):
+    """Codes and the scales of tokens in pages, with one table."""
+
+    def coded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        scales = latents.abs().amax(-1, keepdim=True) / 127
+        return (latents / scales).round().to(torch.int8), scales
+
+    def caches(self) -> tuple[Tensor, ...]:
+        latents, keys = super().caches()
+        return *self.coded(latents.detach()), keys
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        codes, scales, keys = super().store(caches, latent, k_rope, place)
+        return codes.to(keys.dtype) * scales, keys
+
+    def written(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
+        return *self.coded(latent), k_rope
+
+
+class RowsOfBytes(CodedPages):
+    """A page holds the bytes of codes, of a scale, and of a rotary key."""
+
+    def bytes_of(self, *parts: Tensor) -> Tensor:
+        return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+
+    def caches(self) -> tuple[Tensor, ...]:
+        codes, scales, keys = super().caches()
+        return (self.bytes_of(keys.detach(), scales, codes),)
+
+    def written(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, ...]:
+        codes, scales = self.coded(latent)
+        return (self.bytes_of(k_rope, scales, codes),)
+
+    def store(self, caches: Any, latent: Tensor, k_rope: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        (rows,) = Pages.store(self, caches, latent, k_rope, place)
+        keys, scales, codes = rows.split([8 * self.sizes.rope, 8, self.sizes.rank], -1)
+        return codes.view(torch.int8).to(latent.dtype) * scales.view(latent.dtype), keys.view(latent.dtype)
 
 
 class GivenScales(Layer):

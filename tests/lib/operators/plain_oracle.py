@@ -132,10 +132,11 @@ def oracle_mla(*args, **options):
 
 
 def oracle_sums(
-    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, table=None, *,
+    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, table=None, kv_scales=None, kr_scales=None, *,
     scale, is_causal=False, fill=None, max_absorbed_tokens=0
 ):  # fmt: skip
     batch, steps, heads, _ = q.shape
+    kv, kr = oracle_numbers(kv, kv_scales), oracle_numbers(kr, kr_scales)
     kv, kr = oracle_context(kv, table), oracle_context(kr, table)
     if q_rope is None:
         q_rope, kr = q.new_zeros(batch, steps, heads, 1), kv.new_zeros(batch, kv.shape[1], 1)
@@ -187,10 +188,7 @@ def oracle_latent(*args, **options):
     return oracle_latent_sums(*args, **options)[:1]
 
 
-def oracle_latent_sums(
-    query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, kv_scales=None, kr_scales=None, **options
-):
-    kv, kr = oracle_numbers(kv, kv_scales), oracle_numbers(kr, kr_scales)
+def oracle_latent_sums(query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, **options):
     same = torch.eye(query.shape[-1]).double().expand(query.shape[2], -1, -1)
     return oracle_sums(query, query_rope, kv, kr, same, same, mask, lens, sinks, table, **options)
 
@@ -212,9 +210,9 @@ def oracle_sparse(query, query_rope, kv, kr, indices, mask=None, lens=None, sink
     return oracle_latent(query, query_rope, kv, kr, visible, None, sinks, table, **options)
 
 
-def oracle_prompt(q, q_rope, kv, kr, w_uk, w_uv, indices, mask=None, lens=None, sinks=None, table=None, *, scale):
+def oracle_prompt(q, q_rope, kv, kr, w_uk, w_uv, indices, mask=None, lens=None, sinks=None, table=None, **options):
     visible = oracle_chosen(q, kv, indices, mask, lens, table)
-    return oracle_mla(q, q_rope, kv, kr, w_uk, w_uv, visible, None, sinks, table, scale=scale)
+    return oracle_mla(q, q_rope, kv, kr, w_uk, w_uv, visible, None, sinks, table, **options)
 
 
 def oracle_chosen(query, kv, indices, mask, lens, table):

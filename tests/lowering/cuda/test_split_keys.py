@@ -110,7 +110,7 @@ def test_drawn_calls():
 
 
 def with_zeros(a):
-    """The same with zeros in place of NaN, which the kernel does not read and the body does. Codes are drawn without."""
+    """The same with zeros in place of NaN, which the kernel does not read and the body does; codes have none."""
     if a.kv_scales is not None:
         return a
     kr_cache = None if a.kr_cache is None else a.kr_cache.nan_to_num(0)
