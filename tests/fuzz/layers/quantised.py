@@ -250,7 +250,11 @@ class CodedPages(Pages):
 
 
 class RowsOfBytes(CodedPages):
-    """A page holds the bytes of codes, of a scale, and of a rotary key."""
+    """A page holds the bytes of codes, which are cut off, of a scale, and of a rotary key."""
+
+    def coded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        scales = latents.abs().amax(-1, keepdim=True) / MOST
+        return (latents / scales).to(torch.int8), scales
 
     def bytes_of(self, *parts: Tensor) -> Tensor:
         return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
