@@ -137,6 +137,8 @@ def works() -> Iterator[Work]:
     for batch, heads, context in ((1, 16, 4096), (1, 128, 4096), (1, 128, 65536), (32, 128, 4096), (128, 16, 8192)):
         keys = batch * context
         yield Work(f"attention, {batch} x {context}, {heads} heads", 2 * keys * 576, 2 * keys * heads * (576 + 512))
+    keys = 32 * 4096
+    yield Work("attention to rows of 656 bytes, 32 x 4096, 128 heads", 656 * keys, 2 * keys * 128 * (576 + 512))
     for context in (16384, 65536):
         chosen = 2048
         yield Work(f"index scores, 1 x {context}", 2 * context * 128, 2 * context * 64 * 128)

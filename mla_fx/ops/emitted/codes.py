@@ -75,7 +75,7 @@ def _check_scales(name: str, cache: Tensor | None, scales: str, given: Tensor) -
     rows, columns = cache.shape[:2], cache.shape[2]
     sizes = zip(given.shape, rows, strict=False)
     is_wrong = any(known_to_differ(own, 1) and known_to_differ(own, size) for own, size in sizes)
-    if is_wrong or statically_known_true(columns % given.shape[2] != 0):
+    if is_wrong or given.shape[2] == 0 or statically_known_true(columns % given.shape[2] != 0):
         wanted = f"[{rows[0]} or 1, {rows[1]} or 1, a divisor of {columns}]"
         raise ValueError(f"{scales} has shape {list(given.shape)}; it must be {wanted}, for {name}.")
 

@@ -178,7 +178,8 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("codes, block_table, scales of tiles", *in_codes(*paged, (20, 64, 4)))
     bare = without_rope(sample(dtype, 21, 1)), {"scale": 0.3}
     yield Sample("codes, no rotary part, one scale for each token", *in_codes(*bare, (2, 5, 1), CODES[2]))
-    yield Sample("codes, block_table, rotary codes", *in_codes(*paged_sample(dtype, 22, 1), (20, 64, 2), rotary=(1, 1, 1)))
+    both = in_codes(*paged_sample(dtype, 22, 1), (20, 64, 2), rotary=(1, 1, 1))
+    yield Sample("codes, block_table, rotary codes", *both)
 
 
 def sample(
