@@ -9,7 +9,7 @@ token, or tile of columns; pages that are dequantised before they are looked up,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from mla_fx.cases import HCKV, B, Case, Layer, T
 from mla_fx.ops.emitted.codes import CODES
 from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
 from mla_fx.rule.codes import codes_behind, dequantised
-from mla_fx.rule.indices import Axes, Axis, Index, axes_of, fresh_index, renamed, resolve, without_digits
+from mla_fx.rule.indices import Axes, axes_of, fresh_index, leaves, renamed, resolve, without_digits
 from mla_fx.rule.operands import ATTENTION, LATENT_ATTENTION, Call, Expression, Replacement, tensor, times
 from mla_fx.rule.readings import (
     Element,
@@ -136,8 +136,8 @@ def _coded(call: Node, name: str) -> _Coded:
     parted = without_digits(index for part in parts for index in part.index)
     if parted is None:
         raise NoMatch("codes and their scales are read in parts of other sizes", element.origin)
-    codes = tensor(found.codes.stored, [axes_of(index) or () for index in fresh])
-    dims = [_leaves(index, parted) for index in fresh]
+    whole = [axes_of(index) or () for index in fresh]
+    codes, dims = tensor(found.codes.stored, whole), [leaves(dim, parted) for dim in whole]
     scale = None if found.scale is None else renamed(found.scale, parted)
     return _Coded(codes, _scales(scale, factor, dims, element), found.codes.stored.dtype, found.calls)
 
@@ -156,8 +156,3 @@ def _scales(scale: Element | None, factor: float, dims: Sequence[Axes], numbers:
     is_partly = any(set(dim) - scale.axes and set(dim) & scale.axes for dim in rows)
     wide = None if factor == 1.0 else torch.promote_types(torch.float32, numbers.dtype)
     return times(tensor(scale, (*rows, tiles), dtype=wide, expand=is_partly), factor)
-
-
-def _leaves(index: Index, parted: Mapping[Axis, Index]) -> Axes:
-    """The axes that one dimension runs over, where some axes were parted."""
-    return tuple(leaf for axis in index.axes for leaf in (axes_of(parted[axis]) or () if axis in parted else (axis,)))

@@ -274,6 +274,11 @@ def without_digits(indices: Iterable[Index]) -> dict[Axis, Index] | None:
     return None if cut_at is None else {axis: _parted(axis, found) for axis, found in cut_at.items()}
 
 
+def leaves(dim: Axes, parted: Mapping[Axis, Index]) -> Axes:
+    """The axes that a dimension runs over where some axes were replaced by composites of new ones."""
+    return tuple(leaf for axis in dim for leaf in (axes_of(parted[axis]) or () if axis in parted else (axis,)))
+
+
 def _parted(axis: Axis, cut_at: Sequence[Size]) -> Index:
     sizes = [ratio(upper, lower) for lower, upper in itertools.pairwise([1, *cut_at, axis.size])]
     return composite([Axis(size) for size in reversed(sizes)])

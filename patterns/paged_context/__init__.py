@@ -8,7 +8,7 @@ token, which are blocks of one row. The rows in a table may be any rows: the ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -17,7 +17,7 @@ from mla_fx.cases import Case
 from mla_fx.ops.emitted.codes import SCALES
 from mla_fx.rule import CallPattern, Match, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.caches import block_table, check_memory, is_looked_up, paged
-from mla_fx.rule.indices import Axes, Axis, Dims, Index, axes_of, composite, fresh, renamed, resolve, without_digits
+from mla_fx.rule.indices import Axes, Dims, axes_of, composite, fresh, leaves, renamed, resolve, without_digits
 from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import (
     Element,
@@ -63,13 +63,10 @@ class PagedContext(Rule):
         if parted is None:
             raise NoMatch("latent and rotary key are gathered in incompatible blocks", read["kr_cache"].node)
         read = {name: renamed(found, parted) for name, found in read.items()}
-        t, c, r = (_parted(part, parted) for part in (t, c, r))
+        t, c, r = (leaves(part, parted) for part in (t, c, r))
         (page, row), *_ = (found.blocks_and_rows(t) for found in read.values())
         is_nz = len(c) > 1 or len(r) > 1
-        pages = {
-            name: _pages(found, row, _parted(given[name][1], parted), is_nz=is_nz)
-            for name, found in read.items()
-        }
+        pages = {name: _pages(found, row, leaves(given[name][1], parted), is_nz=is_nz) for name, found in read.items()}
         operands = positional(old) | pages | {"block_table": block_table(b, page, *read.values())}
         moved = (call for name, found in read.items() for call in _moving(named_argument(old, name), found))
         return Plan(Replacement(old, Call(old.target, *operands.values(), **keywords(old))), exact=moved)
@@ -96,14 +93,6 @@ def _scales(call: Node, b: Axes, t: Axes) -> dict[str, tuple[Element, Axes]]:
         element = resolve(scales, (composite(b), composite(t), columns))
         found[name] = element, axes_of(columns) or ()
     return found
-
-
-def _parted(dim: Axes, parted: Mapping[Axis, Index]) -> Axes:
-    return tuple(leaf for axis in dim for leaf in _leaves(axis, parted))
-
-
-def _leaves(axis: Axis, parted: Mapping[Axis, Index]) -> Axes:
-    return axes_of(parted[axis]) or () if axis in parted else (axis,)
 
 
 def _moving(cache: Node, found: Paged) -> Iterator[Node]:

@@ -229,26 +229,6 @@ def test_no_gradient():
         torch.ops.mla_fx.mla_attention(*args, scale=0.3).sum().backward()
 
 
-def coded(*shape, **scales):
-    """Latents in int8 with scales of a shape."""
-
-    def spoil(args, kwargs):
-        args[2] = args[2].char()
-        kwargs.update(kv_scales=torch.ones(shape), **scales)
-
-    return spoil
-
-
-def codes_of_keys(args, kwargs):
-    args[3] = args[3].char()
-    kwargs["kr_scales"] = torch.ones(1, 1, 1)
-
-
-def without_keys(args, kwargs):
-    args[1] = args[3] = None
-    kwargs["kr_scales"] = torch.ones(1, 1, 1)
-
-
 REFUSALS = {
     "mla_prolog": [
         (change(0, torch.Tensor.long), "token_x has dtype torch.int64; allowed"),
@@ -311,17 +291,6 @@ REFUSALS = {
         (change(3, drop), "query_rope is given and kr_cache is None"),
         (option(sinks=torch.zeros(4)), r"sinks has shape \[4\]; it must be \[N\] = \[3\]"),
         (option(sinks=torch.zeros(3).long()), "sinks has dtype torch.int64"),
-        (change(2, torch.Tensor.char), "kv_cache has dtype torch.int8; it must be torch.float32"),
-        (option(kv_scales=torch.ones(1, 1, 1)), "kv_cache has dtype torch.float32; allowed: torch.int8, torch.float8"),
-        (coded(1, 1), "kv_scales has shape .*; it must be .B, T, C. or .BlockNum, BlockSize, C."),
-        (coded(3, 1, 1), r"kv_scales has shape \[3, 1, 1\]; it must be \[2 or 1, 5 or 1, a divisor of 16\]"),
-        (coded(1, 4, 1), r"kv_scales has shape \[1, 4, 1\]"),
-        (coded(2, 5, 3), r"kv_scales has shape \[2, 5, 3\]"),
-        (coded(2, 5, 0), r"kv_scales has shape \[2, 5, 0\]"),
-        (coded(2, 5, 4, kr_scales=torch.ones(1, 1, 1)), "kr_cache has dtype torch.float32; allowed: torch.int8"),
-        (option(kr_scales=torch.ones(1, 1, 1)), "kr_cache has dtype torch.float32; allowed: torch.int8"),
-        (codes_of_keys, "kr_scales are given; they must be None without kv_scales"),
-        (without_keys, "kr_scales are given; they must be None without kr_cache"),
     ],
     "sparse_latent_attention": [
         (change(2, lambda c: c[None]), r"kv_cache has shape \[1, 2, 5, 16\]; it must be \[B, T, Hckv\] or \[BlockNum,"),
