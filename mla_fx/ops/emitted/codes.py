@@ -78,4 +78,3 @@ def _check_scales(name: str, cache: Tensor | None, scales: str, given: Tensor) -
     if is_wrong or given.shape[2] == 0 or statically_known_true(columns % given.shape[2] != 0):
         wanted = f"[{rows[0]} or 1, {rows[1]} or 1, a divisor of {columns}]"
         raise ValueError(f"{scales} has shape {list(given.shape)}; it must be {wanted}, for {name}.")
-
