@@ -23,7 +23,6 @@ from triton.compiler import ASTSource
 
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of a block, at most; CUDA's programming guide
-FEW = 24  # bytes that a thread may spill
 REGISTERS, WARP = 2**16, 32  # registers of a multiprocessor, threads of a warp
 DEVICES = {"H100": (3.35, 989), "H200": (4.8, 989)}  # TB/s, TFLOP/s in bfloat16; NVIDIA's data sheets
 POINTERS = {"table": "*i32", "lengths": "*i64", "mask": "*u8", "weights": "*fp32"}
@@ -39,11 +38,13 @@ ATTENTION = {
     "KEYS": split_keys.KEYS,
     "HAS_LENGTHS": True,
     "HAS_FILL": False,
-    "KV_CODES": 0,
-    "KV_TILE": 0,
-    "KR_CODES": 0,
-    "KR_TILE": 0,
+    **dict.fromkeys(("KV_CODES", "KV_TILE", "KV_STEP", "KR_CODES", "KR_TILE", "KR_STEP"), 0),
     **OPTIONS,
+}
+CODES = {
+    "int8": {"KV_CODES": 1, "KV_STEP": 0},
+    "float8": {"KV_CODES": 2, "KV_STEP": 0},
+    "tiles of float8": {"KV_CODES": 2, "KV_STEP": 1},
 }
 BYTES = ("", "*i8", "*u8", "*u8")  # of codes, by KV_CODES
 INDEX = {"D": 128, "COLUMNS": 128, "HEADS": lightning_index.HEADS, "KEYS": lightning_index.KEYS, **OPTIONS}
@@ -51,8 +52,8 @@ WARPS = split_keys.WARPS
 KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "attention": (split_keys.attend_to_part, ATTENTION, WARPS),
     **{
-        f"attention to {name}": (split_keys.attend_to_part, {**ATTENTION, "KV_CODES": kind, "KV_TILE": tile}, WARPS)
-        for name, kind, tile in (("int8", 1, 512), ("float8", 2, 512), ("tiles of float8", 2, 128))
+        f"attention to {name}": (split_keys.attend_to_part, {**ATTENTION, **codes, "KV_TILE": split_keys.TILE}, WARPS)
+        for name, codes in CODES.items()
     },
     "index scores": (lightning_index.score_keys, INDEX, lightning_index.WARPS),
 }
@@ -77,7 +78,7 @@ class Use:
 
     @property
     def fits(self) -> bool:
-        return self.spilled <= FEW and self.programs > 0
+        return self.spilled == 0 and self.programs > 0
 
 
 def uses() -> Iterator[Use]:

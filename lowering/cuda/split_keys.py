@@ -27,6 +27,7 @@ MOST_TOKENS = 16  # of a sequence; more are a prompt, which multiplies more than
 FEWEST = 16  # rows and columns of a product in Triton
 ROWS = 16  # of a program, and
 KEYS = 16  # of a tile, for 512 columns: with twice as many of either, registers spill
+TILE = 128  # columns that share a scale, at most
 WARPS = 8
 PER_PROCESSOR = 2  # programs for each multiprocessor
 STRIDES = 3, 3, 2, 2, 1, 1, 4, 2, 2  # of each operand, in the order of the kernel
@@ -48,7 +49,7 @@ def places_of_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def numbers_of(  # type: ignore[no-untyped-def]
-    code, scales, column, is_page, CODES: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr
+    code, scales, column, is_page, CODES: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
     """Codes [KEYS, COLUMNS] times their scales, in float32: int8, or bytes of float8_e4m3fn or float8_e5m2. Not all
     devices have these types, but all have float16: e5m2 is its upper byte, and e4m3 moved there is less by 256."""
@@ -65,7 +66,7 @@ def numbers_of(  # type: ignore[no-untyped-def]
     if columns % TILE == 0:
         tile = tl.arange(0, columns // TILE)
         is_tile = tile * TILE < COUNT
-        by = tl.load(scales[:, None] + tile[None, :], mask=is_page[:, None] & is_tile[None, :], other=0.0)
+        by = tl.load(scales[:, None] + tile[None, :] * STEP, mask=is_page[:, None] & is_tile[None, :], other=0.0)
         tiles = tl.reshape(number, [number.shape[0], columns // TILE, TILE]) * by[:, :, None]
         number = tl.reshape(tiles, [number.shape[0], columns])
     else:
@@ -86,7 +87,8 @@ def attend_to_part(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     HAS_TABLE: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_FILL: tl.constexpr,
     HAS_MASK: tl.constexpr, IS_BOOL: tl.constexpr, PRECISION: tl.constexpr,
-    KV_CODES: tl.constexpr, KV_TILE: tl.constexpr, KR_CODES: tl.constexpr, KR_TILE: tl.constexpr,
+    KV_CODES: tl.constexpr, KV_TILE: tl.constexpr, KV_STEP: tl.constexpr,
+    KR_CODES: tl.constexpr, KR_TILE: tl.constexpr, KR_STEP: tl.constexpr,
 ):  # fmt: skip
     """One block of query rows of one sequence, and one part of its keys: outs [B, M, P, R], lses [B, M, P]."""
     b = tl.program_id(2).to(tl.int64)
@@ -123,7 +125,7 @@ def attend_to_part(  # type: ignore[no-untyped-def]
         latent = tl.load(latents_at, mask=is_page[:, None] & is_column[None, :], other=0)
         if KV_CODES > 0:
             scales_at = kv_scales + place * kv_scale_page + within * kv_scale_row
-            latent = numbers_of(latent, scales_at, column, is_page, KV_CODES, KV_TILE, R)
+            latent = numbers_of(latent, scales_at, column, is_page, KV_CODES, KV_TILE, KV_STEP, R)
         latent = latent.to(given.dtype)
         scores = tl.dot(given, tl.trans(latent), input_precision=PRECISION)
         if ROTARY > 0:
@@ -131,7 +133,7 @@ def attend_to_part(  # type: ignore[no-untyped-def]
             key = tl.load(keys_at, mask=is_page[:, None] & is_turned[None, :], other=0)
             if KR_CODES > 0:
                 key_scales_at = kr_scales + place * kr_scale_page + within * kr_scale_row
-                key = numbers_of(key, key_scales_at, turned, is_page, KR_CODES, KR_TILE, DR)
+                key = numbers_of(key, key_scales_at, turned, is_page, KR_CODES, KR_TILE, KR_STEP, DR)
             scores += tl.dot(given_rope, tl.trans(key.to(given_rope.dtype)), input_precision=PRECISION)
         scores = scores * scale
         if HAS_TABLE:  # what the table names outside of the pool is no number
@@ -271,17 +273,20 @@ def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:
         "HAS_MASK": mask is not None,
         "IS_BOOL": mask is not None and mask.dtype == torch.uint8,
         "PRECISION": "ieee",
-        "KV_CODES": 0 if kv_scales is None else kind_of(a.kv_cache),
-        "KV_TILE": _tile(kv_scales, a.kv_cache),
-        "KR_CODES": 0 if kr_scales is None else kind_of(a.kv_cache),
-        "KR_TILE": _tile(kr_scales, a.kr_cache),
+        **_tiles("KV", kv_scales, a.kv_cache),
+        **_tiles("KR", kr_scales, a.kr_cache),
     }
 
 
-def _tile(scales: Tensor | None, cache: Tensor | None) -> int:
-    """The columns that share a scale; if all do, those that are none, too."""
-    tile = tile_of(scales, cache)
-    return columns_of(tile) if cache is not None and tile == cache.shape[-1] else tile
+def _tiles(name: str, scales: Tensor | None, cache: Tensor | None) -> dict[str, int]:
+    """The kind of codes, the columns that share a scale, and the step from one scale to the next. A scale of all
+    columns is read for several tiles: with one tile, registers spill."""
+    if scales is None or cache is None:
+        return {f"{name}_CODES": 0, f"{name}_TILE": 0, f"{name}_STEP": 0}
+    tile, step = tile_of(scales, cache), 1
+    if tile == cache.shape[-1]:
+        tile, step = min(columns_of(tile), TILE), 0
+    return {f"{name}_CODES": kind_of(cache), f"{name}_TILE": tile, f"{name}_STEP": step}
 
 
 def columns_of(count: int) -> int:
