@@ -2,6 +2,8 @@
 
 Tensors are fake: their device is known, and nothing runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import latent_attention, lightning_index, mla_attention, sparse_latent_attention
+from mla_fx.ops.emitted.codes import CODES
 from mla_fx.target import first_of, modules_of_operators
 
 pytest.importorskip("triton")
@@ -75,6 +78,18 @@ def test_lowered_to_a_kernel(name, dtype, fake):
     for count in tokens:
         lowered = modules()[name].lower(made(count, dtype=dtype))
         assert calls_of(lowered, made(count, dtype=dtype, device="cpu")) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "lightning_index"])
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_codes_are_lowered_to_a_kernel(name, codes, fake):
+    made, (tokens, *_) = CALLS[name]
+    call, traced = (coded(made(tokens, device=device), codes) for device in ("cuda", "cpu"))
+    assert calls_of(modules()[name].lower(call), traced) == 1
+
+
+def coded(a, codes):
+    return replace(a, kv_cache=a.kv_cache.to(codes), kv_scales=empty(2, 64, 4, device=a.kv_cache.device))
 
 
 def calls_of(lowered, a):
