@@ -29,6 +29,7 @@ POINTERS = {"table": "*i32", "lengths": "*i64", "mask": "*u8", "weights": "*fp32
 POINTERS |= dict.fromkeys(("out", "outs", "lses", "kv_scales", "kr_scales"), "*fp32")
 STORED = "query", "query_rope", "kv_cache", "kr_cache", "key"  # in the dtype of the model
 OPTIONS = {"HAS_MASK": False, "IS_BOOL": False, "PRECISION": "ieee"}
+ABSORBED = "attention of an absorbed query"  # in float32, of latents in float16
 ATTENTION = {
     "R": 512,
     "DR": 64,
@@ -38,6 +39,7 @@ ATTENTION = {
     "KEYS": split_keys.KEYS,
     "HAS_LENGTHS": True,
     "HAS_FILL": False,
+    "IS_ABSORBED": False,
     **dict.fromkeys(("KV_CODES", "KV_TILE", "KV_STEP", "KR_CODES", "KR_TILE", "KR_STEP"), 0),
     **OPTIONS,
 }
@@ -51,6 +53,7 @@ INDEX = {"D": 128, "COLUMNS": 128, "HEADS": lightning_index.HEADS, "KEYS": light
 WARPS = split_keys.WARPS
 KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "attention": (split_keys.attend_to_part, ATTENTION, WARPS),
+    ABSORBED: (split_keys.attend_to_part, {**ATTENTION, "IS_ABSORBED": True}, WARPS),
     **{
         f"attention to {name}": (split_keys.attend_to_part, {**ATTENTION, **codes, "KV_TILE": split_keys.TILE}, WARPS)
         for name, codes in CODES.items()
@@ -84,7 +87,7 @@ class Use:
 def uses() -> Iterator[Use]:
     for name, number in ARCHITECTURES.items():
         for kernel in KERNELS:
-            for dtype in ("bf16", "fp16"):
+            for dtype in ("bf16", "fp16") if kernel != ABSORBED else ("fp16",):
                 for has_table in (False, True) if not KERNELS[kernel][1].get("KV_CODES") else (True,):
                     what = f"{kernel}, {dtype}, in {'pages' if has_table else 'one piece'}"
                     yield Use(what, name, *compiled(*KERNELS[kernel], number, dtype, has_table), KERNELS[kernel][2])
@@ -96,6 +99,7 @@ def compiled(
     """Registers of a thread, bytes of its stack, and bytes of shared memory."""
     constants = {**options, "HAS_TABLE": has_table}
     types = {each: kind_of(each, dtype) for each in kernel.arg_names if each not in constants}
+    types |= {"query": "*fp32", "query_rope": "*fp32"} if options.get("IS_ABSORBED") else {}
     types |= {"kv_cache": BYTES[options["KV_CODES"]]} if options.get("KV_CODES") else {}
     source = ASTSource(fn=kernel, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants)
     found = triton.compile(source, GPUTarget("cuda", number, 32), {"num_warps": warps})

@@ -86,7 +86,7 @@ def attend_to_part(  # type: ignore[no-untyped-def]
     R: tl.constexpr, DR: tl.constexpr, COLUMNS: tl.constexpr, ROTARY: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     HAS_TABLE: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_FILL: tl.constexpr,
-    HAS_MASK: tl.constexpr, IS_BOOL: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, IS_BOOL: tl.constexpr, IS_ABSORBED: tl.constexpr, PRECISION: tl.constexpr,
     KV_CODES: tl.constexpr, KV_TILE: tl.constexpr, KV_STEP: tl.constexpr,
     KR_CODES: tl.constexpr, KR_TILE: tl.constexpr, KR_STEP: tl.constexpr,
 ):  # fmt: skip
@@ -104,6 +104,14 @@ def attend_to_part(  # type: ignore[no-untyped-def]
         is_turned = turned < DR
         at = query_rope + b * rope_b + s[:, None] * rope_s + n[:, None] * rope_n + turned[None, :]
         given_rope = tl.load(at, mask=is_row[:, None] & is_turned[None, :], other=0.0)
+    if IS_ABSORBED:  # a query in float32 of latents in float16, which holds it if each row is divided by a power of two
+        most = tl.max(tl.abs(given), 1)
+        if ROTARY > 0:
+            most = tl.maximum(most, tl.max(tl.abs(given_rope), 1))
+        power = tl.exp2(tl.ceil(tl.log2(tl.where(most == 0, 1.0, most))))
+        given = (given / power[:, None]).to(tl.float16)
+        if ROTARY > 0:
+            given_rope = (given_rope / power[:, None]).to(tl.float16)
     length = T
     if HAS_LENGTHS:
         length = tl.load(lengths + b * lengths_b)
@@ -135,6 +143,8 @@ def attend_to_part(  # type: ignore[no-untyped-def]
                 key_scales_at = kr_scales + place * kr_scale_page + within * kr_scale_row
                 key = numbers_of(key, key_scales_at, turned, is_page, KR_CODES, KR_TILE, KR_STEP, DR)
             scores += tl.dot(given_rope, tl.trans(key.to(given_rope.dtype)), input_precision=PRECISION)
+        if IS_ABSORBED:
+            scores = scores * power[:, None]
         scores = scores * scale
         if HAS_TABLE:  # what the table names outside of the pool is no number
             scores = tl.where(is_page[None, :], scores, float("nan"))
@@ -272,6 +282,7 @@ def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:
         "HAS_FILL": a.fill is not None,
         "HAS_MASK": mask is not None,
         "IS_BOOL": mask is not None and mask.dtype == torch.uint8,
+        "IS_ABSORBED": a.query.dtype == torch.float32 and a.kv_cache.dtype == torch.float16,
         "PRECISION": "ieee",
         **_tiles("KV", kv_scales, a.kv_cache),
         **_tiles("KR", kr_scales, a.kr_cache),

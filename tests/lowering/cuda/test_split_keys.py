@@ -82,6 +82,18 @@ def test_numbers_that_are_not_finite():
     torch.testing.assert_close(out, wanted, equal_nan=True, rtol=1e-4, atol=1e-5)
 
 
+def test_an_absorbed_query_that_float16_does_not_hold():
+    """A row of zeros, and one that is infinite, are what they are in the body."""
+    a = call(2, 2, 3, 4, torch.float16, context_lens=torch.tensor([60, 33]))
+    query = a.query.float() * 2**20
+    query[0, 1, 2] = 0
+    a = replace(a, query=query, scale=a.scale * 2**-20)
+    check_means_body(run, a)
+    a.query[1, 0, 0, 3] = torch.inf
+    out, wanted = run(a)[0], latent_attention.body(a)
+    assert torch.equal(out.isnan(), wanted.isnan()) and bool(out[1, 0, 0].isnan().all())
+
+
 def test_no_keys_and_no_rows():
     check_no_pages(run)
     a = call(2, 3, 4, 0)
