@@ -8,8 +8,8 @@ from torch import Tensor
 from mla_fx.ops.common.machine import multiplies_pairs, multiplies_tiles
 from mla_fx.ops.emitted import latent_attention, mla_attention_with_lse, packed_mla_attention
 from mla_fx.ops.emitted.attention import aligned
-from mla_fx.ops.emitted.mla_attention import Arguments, unpaged
-from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.mla_attention import Arguments
+from mla_fx.ops.emitted.pages import context_of, unpaged
 from mla_fx.ops.emitted.tiled_attention import count_of_scores, last_seen, parts
 
 from . import attention_over_rows

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from mla_fx.ops.emitted import mla_attention
 from mla_fx.ops.emitted.attention import aligned, as_mask
-from mla_fx.ops.emitted.mla_attention import Arguments, joined, unpaged
+from mla_fx.ops.emitted.mla_attention import Arguments, joined
+from mla_fx.ops.emitted.pages import unpaged
 from mla_fx.ops.emitted.tiled_attention import attend, last_seen, mask_of_rows, parts, seen_keys
 
 from . import heads_over_rows

@@ -17,8 +17,8 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import mla_attention
 from mla_fx.ops.emitted.attention import aligned, as_mask
-from mla_fx.ops.emitted.mla_attention import Arguments, is_masked, joined, unpaged
-from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.mla_attention import Arguments, is_masked, joined
+from mla_fx.ops.emitted.pages import context_of, unpaged
 from mla_fx.ops.emitted.tiled_attention import by_pytorch, is_expressible, mask_of_rows, parts, seen_keys, tame_limit
 
 from ..ascend import limits
@@ -85,7 +85,8 @@ def _seen(a: Arguments) -> Tensor | None:
 
 
 def run_under_mask(a: Arguments) -> Tensor:
-    return run(a) if is_tame(unpaged(a)) else mla_attention.tiled(a)
+    a = unpaged(a)
+    return run(a) if is_tame(a) else mla_attention.tiled(a)
 
 
 def is_tame(a: Arguments) -> Tensor:

@@ -257,14 +257,14 @@ def operands(a: Arguments) -> tuple[Tensor | None, ...]:
 def _table(a: Arguments) -> Tensor | None:
     """Codes in one piece are pages, too: one for each sequence. For these, the compiler spills fewer registers."""
     if a.kv_scales is None or a.block_table is not None:
-        return a.block_table if a.block_table is None else a.block_table.contiguous()
+        given: Tensor | None = in_rows(a.block_table)
+        return given
     return torch.arange(a.kv_cache.shape[0], dtype=torch.int32, device=a.kv_cache.device).unsqueeze(1)
 
 
 def _as_bytes(cache: Tensor | None) -> Tensor | None:
     """Float8 as bytes, which all devices read."""
-    is_float8 = cache is not None and cache.dtype in CODES[1:]
-    return cache.view(torch.uint8) if cache is not None and is_float8 else cache
+    return cache if cache is None or cache.dtype not in CODES[1:] else cache.view(torch.uint8)
 
 
 def constants(a: Arguments, given: Sequence[Tensor | None]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.ops.emitted.attention import aligned, column_of, masked, probabilities, scaled, share
 from mla_fx.ops.emitted.latent_attention import Arguments, in_numbers, scores, weighted
-from mla_fx.ops.emitted.pages import READS_PAGES, numbers_in_one_piece
+from mla_fx.ops.emitted.pages import READS_PAGES, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import count_of_scores, goes_by_tiles
 
 OPERATOR = "latent_attention"
@@ -31,7 +31,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 def from_copies(a: Arguments) -> Tensor:
     """The same from a copy of the contexts, with all scores stored at once."""
-    return in_parts(numbers_in_one_piece(a))
+    return in_parts(in_one_piece(a))
 
 
 def in_parts(a: Arguments) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.latent_attention_with_lse import body
-from mla_fx.ops.emitted.pages import READS_PAGES, numbers_in_one_piece
+from mla_fx.ops.emitted.pages import READS_PAGES, in_one_piece
 
 OPERATOR = "latent_attention.with_lse"
 
@@ -22,4 +22,4 @@ def lower(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
 
 def from_copies(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same from a copy of the contexts."""
-    return body(numbers_in_one_piece(a))
+    return body(in_one_piece(a))

@@ -20,7 +20,7 @@ from mla_fx.ops.emitted.mla_attention import (
     is_chosen_at_run_time,
     is_masked,
 )
-from mla_fx.ops.emitted.pages import READS_PAGES, context_of, numbers_in_one_piece
+from mla_fx.ops.emitted.pages import READS_PAGES, context_of, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import Form, goes_by_tiles, is_expressible
 
 from .conditional import can_choose, conditional
@@ -67,7 +67,7 @@ def in_latent_space(a: Arguments) -> Tensor:
 def from_copies(a: Arguments) -> Tensor:
     """The same from a copy of the contexts, with all scores stored at once unless PyTorch's own attention computes the
     same."""
-    a = numbers_in_one_piece(a)
+    a = in_one_piece(a)
     many = tiled if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
     if is_chosen_at_run_time(a):
         return at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)

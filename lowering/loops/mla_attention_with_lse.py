@@ -9,7 +9,7 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_absorbed, is_chosen_at_run_time
 from mla_fx.ops.emitted.mla_attention_with_lse import body, expanded
-from mla_fx.ops.emitted.pages import READS_PAGES, context_of, numbers_in_one_piece
+from mla_fx.ops.emitted.pages import READS_PAGES, context_of, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import goes_by_tiles
 
 from .latent_attention import IN_TILES
@@ -29,5 +29,5 @@ def lower(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
 
 def from_copies(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same from a copy of the contexts, with all scores stored at once."""
-    a = numbers_in_one_piece(a)
+    a = in_one_piece(a)
     return expanded(a) if is_chosen_at_run_time(a) else body(a)

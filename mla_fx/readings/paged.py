@@ -16,10 +16,10 @@ from mla_fx.readings.integers import INTEGERS, IntegerSum, integer_sum
 from .axes import ZERO, Axes, Axis, Index, axes, combine, fresh, of_axis, whole
 from .calls import args_of
 from .codes.dequantised import Dequantised, codes_behind, dequantised
-from .element import Element, operand, resolve
+from .element import Element, element_of, operand, resolve
 from .reading import Reading
 from .sizes import Size, at_most, ratio
-from .views import covers, fresh_index, shape_of
+from .views import covers, shape_of
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ def is_looked_up(element: Element) -> bool:
     """Whether an element seems to be one of rows that were looked up, or bytes of one."""
     origin = element.origin
     if origin.target is aten.view.dtype:
-        return is_looked_up(resolve(args_of(origin)[0], fresh_index(args_of(origin)[0])))
+        return is_looked_up(element_of(args_of(origin)[0]))
     return origin.target in GATHERS
 
 

@@ -68,7 +68,11 @@ class PagedContext(Rule):
         is_nz = len(c) > 1 or len(r) > 1
         pages = {name: _pages(found, row, leaves(given[name][1], parted), is_nz=is_nz) for name, found in read.items()}
         operands = positional(old) | pages | {"block_table": block_table(b, page, *read.values())}
-        moved = (call for name, found in read.items() for call in _moving(named_argument(old, name), found))
+        moved = (  # rounds nothing, also if these are codes of 8 bits
+            call
+            for name, (element, _) in given.items()
+            for call in computed_between(element.origin, {read[name].pages.origin})
+        )
         return Plan(Replacement(old, Call(old.target, *operands.values(), **keywords(old))), exact=moved)
 
 
@@ -80,6 +84,9 @@ class PagedCodes(PagedContext):
     after = ("coded_latents",)
     accepts = (Case("codes looked up", cases.GatheredCodes, {"latent_attention": 1}),)
     rejects = (Case("another table of scales", cases.OtherTableOfScales, because="looked up by different tables"),)
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        return (node for node in super().anchors(graph) if named_argument(node, "kv_scales") is not None)
 
 
 def _scales(call: Node, b: Axes, t: Axes) -> dict[str, tuple[Element, Axes]]:
@@ -93,11 +100,6 @@ def _scales(call: Node, b: Axes, t: Axes) -> dict[str, tuple[Element, Axes]]:
         element = resolve(scales, (composite(b), composite(t), columns))
         found[name] = element, axes_of(columns) or ()
     return found
-
-
-def _moving(cache: Node, found: Paged) -> Iterator[Node]:
-    """The calls between pages and what is read of them. They round nothing, also if codes of 8 bits are moved."""
-    return computed_between(element_of(cache).origin, {found.pages.origin})
 
 
 def _pages(found: Paged, row: Axes, columns: Axes, *, is_nz: bool) -> Expression:

@@ -12,7 +12,6 @@ from mla_fx.cases import DR, HCKV, B, D, Layer, N, S, T, inputs
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-TARGETS = ("reference", "inductor")
 BLOCK, TILES = 4, 4
 
 
@@ -195,8 +194,6 @@ FUSED = (
     *(RotaryCodes, Grown, Pages, DequantisedBefore, Absorbed),
 )
 EACH = [*itertools.product(FUSED, CODES), (FlashMla, torch.float8_e4m3fn)]
-
-
 QUICK = [(kind, torch.int8) for kind in FUSED]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EACH if case not in QUICK]
 

@@ -17,8 +17,8 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
 from .attention import as_mask, check_mask, check_rotary, probabilities
-from .codes import check_latents, dequantised
-from .pages import check_contexts, context_of, numbers_in_one_piece, without_codes
+from .codes import check_latents
+from .pages import check_contexts, context_of, unpaged, without_codes
 from .tiled_attention import Form, at_once, attend, count_of_scores, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
@@ -183,12 +183,6 @@ def joined(a: Arguments, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def unpaged(a: Arguments) -> Arguments:
-    """The same call without a block table and codes; expanded keys are much larger than a copy of the caches."""
-    flat: Arguments = dequantised(a) if a.block_table is None else numbers_in_one_piece(a)
-    return flat
-
-
 def check(a: Arguments) -> None:
     check_latents(a, "mask", "context_lens", "block_table")
     sizes: Sizes = {}
@@ -237,7 +231,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(f"{form}, context_lens, sinks, no rotary part", (*unrotated, short, sinks), options)
 
     for limit, name in ((0, "expanded"), (3, "absorbed")):
-        args, options = coded_sample(dtype, 13)
+        args, options = latent_attention.in_codes(sample(dtype, 13), {"scale": 0.3}, (2, 5, 4))
         yield Sample(f"{name}, codes", args, options | {"max_absorbed_tokens": limit})
         query, rope, *_, uk, uv, _ = sample(dtype, 11)
         (_, _, *pages, _, lens, _, table), _ = latent_attention.paged_sample(dtype, 11, 3, torch.tensor([70, 3]))
@@ -247,12 +241,6 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
             *latent_attention.paged_sample(dtype, 12, 3, torch.tensor([70, 3]), 16)
         )
         yield Sample(f"{name}, block_table, NZ", (query, rope, *pages, uk, uv, None, lens, None, table), options)
-
-
-def coded_sample(dtype: torch.dtype, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Latents in float8, with a scale for each token and tile of columns."""
-    args = sample(dtype, seed)
-    return latent_attention.in_codes(args, {"scale": 0.3}, (2, 5, 4))
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:

@@ -12,7 +12,8 @@ from mla_fx.ops.common.math import wide_product
 from . import latent_attention, latent_attention_with_lse, mla_attention
 from .attention import as_mask, logits
 from .latent_attention_with_lse import fake_sums, refuse_sinks, weights_and_sums, without_sinks
-from .mla_attention import Arguments, in_latent_space, is_absorbed, joined, unpaged
+from .mla_attention import Arguments, in_latent_space, is_absorbed, joined
+from .pages import unpaged
 from .tiled_attention import mask_of_rows, row_tiles
 
 Attend = Callable[[latent_attention.Arguments], tuple[Tensor, Tensor]]

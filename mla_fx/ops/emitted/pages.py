@@ -31,26 +31,26 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
     return rows
 
 
+def unpaged(a: Any) -> Any:
+    """The same call without a block table and codes: rows are copied out of pages, and codes become numbers."""
+    if a.block_table is None:
+        return dequantised(a)
+    pages = {name: _in_rows(getattr(a, name)) for name in SCALES if getattr(a, name) is not None}
+    scales = {name: of_rows(getattr(a, name), pages[cache]) for cache, name in SCALES.items() if cache in pages}
+    held = {name: value for name, value in (pages | scales).items() if value is not None}
+    rows = {name: gathered(value, a.block_table).flatten(2) for name, value in held.items()}
+    return dequantised(replace(a, **rows, block_table=None))
+
+
 def in_one_piece(a: Any) -> Any:
-    """The same call with its contexts as contiguous rows, [B, T, width], copied out of pages or strided memory."""
-    kr_cache = None if a.kr_cache is None else _copied(a.kr_cache, a.block_table)
-    return replace(a, kv_cache=_copied(a.kv_cache, a.block_table), kr_cache=kr_cache, block_table=None)
-
-
-def numbers_in_one_piece(a: Any) -> Any:
-    """The same, and without codes."""
-    scales = {name: of_rows(getattr(a, name), getattr(a, cache)) for cache, name in SCALES.items()}
-    if a.block_table is not None:
-        scales = {name: None if own is None else gathered(own, a.block_table) for name, own in scales.items()}
-    return dequantised(replace(in_one_piece(a), **scales))
+    """The same, with contexts as contiguous rows, [B, T, width]."""
+    a = unpaged(a)
+    kr_cache = None if a.kr_cache is None else a.kr_cache.contiguous()
+    return replace(a, kv_cache=a.kv_cache.contiguous(), kr_cache=kr_cache)
 
 
 def without_codes(a: Any) -> Any:
-    return a if a.kv_scales is None else numbers_in_one_piece(a)
-
-
-def _copied(cache: Tensor, block_table: Tensor | None) -> Tensor:
-    return cache.contiguous() if block_table is None else gathered(_in_rows(cache), block_table).flatten(2)
+    return a if a.kv_scales is None else unpaged(a)
 
 
 def _in_rows(pages: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
 from .attention import aligned, check_mask, check_rotary, last_keys, masked
-from .codes import check_latents
+from .codes import check_latents, of_rows
 from .pages import check_contexts, context_of
 
 PAYS = 4  # times as many keys as are chosen: with fewer, attention to all of them costs less; measured on a CPU
@@ -98,7 +98,8 @@ def _scales(scales: Tensor | None, cache: Tensor | None) -> Tensor | None:
     """The scales of rows, or those of all rows."""
     if scales is None or cache is None or scales.shape[0] == scales.shape[1] == 1:
         return scales
-    return _rows(scales.expand(*cache.shape[:2], scales.shape[2]))
+    rows: Tensor | None = of_rows(scales, cache)
+    return None if rows is None else _rows(rows)
 
 
 def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
