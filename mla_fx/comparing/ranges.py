@@ -1,9 +1,11 @@
-"""Numbers at the edges of what dtypes hold: random ones neither saturate a code nor leave the range of float16.
+"""Numbers at the edges of what parts of a program see: random ones neither saturate a code, nor leave the range of
+float16, nor give one key all the weight of an attention.
 
 A part that rounds to codes runs once more on numbers so large that the codes saturate. A part in float16 runs in its
 own dtypes, on the largest numbers for which it computes nothing infinite. All are positive, so sums are large as well.
 If the plan computes something infinite there, its results must be the same nevertheless. The other dtypes end at 3e38,
-which the numbers of a model do not come near."""
+which the numbers of a model do not come near. A part with a softmax also runs on numbers so small that all keys are
+alike, and on numbers so large that one key has all the weight."""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from torch.fx import Node
 
 from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.graph.walk import nearest_first
+from mla_fx.readings.attention import FUSED_ATTENTION
+from mla_fx.readings.softmax import EXPONENTIALS, SOFTMAX
 from mla_fx.rewriting.draft import Draft, fake_of, value_of
 
 from .inputs import constant_of
@@ -27,7 +31,9 @@ from .whole_numbers import Value
 aten = torch.ops.aten
 
 SATURATING = 10
+ALIKE, DOMINATED = -12, 8
 LARGEST = 18  # no random number times two to this fits into float16
+SOFTMAXES = FUSED_ATTENTION | SOFTMAX | EXPONENTIALS.keys()
 DIVISIONS = frozenset({aten.div.Tensor, aten.div.Tensor_mode})
 
 
@@ -57,6 +63,8 @@ def edges(region: Region) -> Iterator[Edge]:
     drawn = {leaf for leaf in region.leaves if constant_of(leaf) is None}
     if leaves := drawn & _rounded_to_codes(region):
         yield Edge(leaves, SATURATING, SATURATING)
+    if any(isinstance(call, Node) and call.target in SOFTMAXES for call in region.calls):
+        yield from (Edge(drawn, power, power) for power in (ALIKE, DOMINATED))
     if any(_holds(part, lambda dtype: dtype == torch.float16) for part in (*region.leaves, *region.calls)):
         yield Edge(drawn, 0, LARGEST, in_own_dtypes=True)
 

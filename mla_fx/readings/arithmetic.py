@@ -1,8 +1,9 @@
 """Arithmetic on few numbers: an element as a function of those elements that no arithmetic computes, its leaves.
 
 Some formulas have many spellings. Instead of matching them, a reading can do the arithmetic itself, at points of its
-choice. Steps are analytic here, or choose the larger of two numbers, or test for what is infinite, NaN or a weight of
-zero: two formulas of such steps that agree at many points drawn at random agree wherever they are finite."""
+choice. Steps are analytic here, or have a switch between two analytic pieces, or test for what is infinite, NaN or a
+weight of zero. Two formulas of such steps that agree at many points on both sides of each switch agree wherever they
+are finite: see points.py."""
 
 from __future__ import annotations
 
@@ -57,6 +58,8 @@ KEEP_SIGNS = frozenset(
         aten.clamp_min.default, aten.nan_to_num.default, *MASKED_FILL,
     }
 )  # fmt: skip
+LARGER = frozenset({aten.maximum.default, aten.minimum.default})
+CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default})
 FIRST_OF_SEVERAL = frozenset({aten.max.dim, aten.log_sigmoid_forward.default})
 STEPS = SMOOTH | GUARDS | TESTS | REDUCTIONS | SOFTMAX | FIRST_OF_SEVERAL
 
@@ -72,6 +75,17 @@ class Arithmetic:
 
     steps: list[tuple[Step | None, tuple[int, ...]]] = field(default_factory=list)
     places: dict[tuple[Node, tuple[Index, ...]], int] = field(default_factory=dict)
+    switches: dict[int, Node] = field(default_factory=dict)
+    """Places of numbers whose signs choose between two pieces, and the calls that choose."""
+
+    free: dict[int, float] = field(default_factory=dict)
+    """Leaves that are no elements: numbers from 0 to this, on which no result may depend."""
+
+    scales: tuple[float, ...] = (0.0, 1.0, 1.0, 30.0, 1e3, 1e6, 1e20, 3e38)
+    """Of logarithms: masks of the lowest number make huge ones."""
+
+    rounding: float = 0.0
+    """The relative error of logarithms in exponents."""
 
     def read(self, element: Element) -> int:
         """The place of an element's value. Raises NoMatch for one that is not a float."""
@@ -82,12 +96,12 @@ class Arithmetic:
         place = self.places[key]
         return place if factor == 1.0 else self._add(functools.partial(operator.mul, factor), [place])
 
-    def value(self, place: int, leaves: Mapping[int, Tensor]) -> Tensor:
-        """The value at a place, for values of the leaves: points in float64, as many for each."""
+    def values(self, places: Sequence[int], leaves: Mapping[int, Tensor]) -> list[Tensor]:
+        """The values at some places, for values of the leaves: points in float64, as many for each."""
         found: list[Tensor] = []
         for number, (step, given) in enumerate(self.steps):
             found.append(leaves[number] if step is None else step(*(found[one] for one in given)))
-        return found[place].expand_as(next(iter(leaves.values())))
+        return [found[place].expand_as(next(iter(leaves.values()))) for place in places]
 
     def _add(self, step: Step | None, given: Sequence[int]) -> int:
         if len(self.steps) == MOST_STEPS:
@@ -126,7 +140,26 @@ class Arithmetic:
             result: Tensor = node.target(*given, **options)  # type: ignore[operator]  # an operator
             return result
 
-        return self._add(step, [self.read(operand(args[number], plain.index)) for number in tensors])
+        given = [self.read(operand(args[number], plain.index)) for number in tensors]
+        self._switch(node, given)
+        return self._add(step, given)
+
+    def _switch(self, node: Node, given: Sequence[int]) -> None:
+        """Note where a step changes from one piece to another."""
+        if node.target in CLAMPS:
+            limits = (limit for limit in args_of(node)[1:] if isinstance(limit, (int, float)) and math.isfinite(limit))
+            self.switches |= {self._add(functools.partial(operator.add, -limit), given): node for limit in limits}
+        elif node.target in LARGER:
+            self.switches[self._add(torch.sub, given)] = node
+        elif node.target is aten.abs.default:
+            self.switches[given[0]] = node
+
+    def _maximum(self, node: Node, terms: Sequence[int]) -> int:
+        """The largest of several numbers: each may be it."""
+        for term in terms if len(terms) > 1 else ():
+            others = (other for other in terms if other != term)
+            self.switches[self._add(lambda one, *others: one - _most(*others), [term, *others])] = node
+        return self._add(_most, terms)
 
     def _over_terms(self, plain: Element) -> int | None:
         """A sum, a maximum, a softmax or a product over few terms."""
@@ -137,6 +170,8 @@ class Arithmetic:
             if axis is None:
                 return None
             terms = self._terms(resolve(source, index), axis)
+            if node.target is aten.amax.default:
+                return self._maximum(node, terms)
             return self._add(lambda *values: _reduce(node.target, _stacked(values)), terms)
         if node.target in SOFTMAX:
             return self._share(plain)
@@ -150,7 +185,7 @@ class Arithmetic:
             return self._add(torch.nn.functional.logsigmoid, [self.read(operand(args_of(call)[0], plain.index))])
         source, index, over = reduced(call, plain.index) if call.target is aten.max.dim else (call, (), ())
         axis = _few(over)
-        return None if axis is None else self._add(_largest, self._terms(resolve(source, index), axis))
+        return None if axis is None else self._maximum(call, self._terms(resolve(source, index), axis))
 
     def _terms(self, element: Element, axis: Axis) -> list[int]:
         return [self.read(element.at({axis: Index(number)})) for number in range(int(axis.size))]
@@ -240,7 +275,7 @@ def _reduce(target: Any, values: Tensor) -> Tensor:
     return result
 
 
-def _largest(*values: Tensor) -> Tensor:
+def _most(*values: Tensor) -> Tensor:
     return _stacked(values).amax(0)
 
 

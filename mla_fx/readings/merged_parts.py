@@ -19,22 +19,24 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import unset_fake_temporarily
 from mla_fx.ops.emitted.merge_attention import MOST_PARTS
+from mla_fx.ops.emitted.tiled_attention import LOWEST
 
 from .arithmetic import Arithmetic, is_step
 from .axes import Axis, Index
 from .calls import CASTS
 from .element import Element, computed_from, computed_with, resolve
+from .points import Points
 from .reading import Reading
 from .views import MOVERS, SPLITS, fresh_index
 
 aten = torch.ops.aten
 
 MOVES = frozenset({*MOVERS, *CASTS, *SPLITS, aten.cat.default, operator.getitem})
-SCALES = (1.0, 1.0, 30.0, 1e3, 1e6, 1e20, 3e38)  # of logarithms: masks of the lowest number make huge ones
-EACH = 8  # points of a scale
 CLOSE = 1e-11
+FAR = 1e13  # beyond what is drawn of sums
 SUBSETS = 64
 
 
@@ -102,9 +104,8 @@ def before(node: Node) -> Iterator[Node]:
 NO_PARTS = f"expected 2 to {MOST_PARTS} parts of attention, each with a logarithm"
 
 
-def merge(node: Node, read: Arithmetic | None = None, scales: Sequence[float] = SCALES) -> Merge:
-    """Read a value as a merge, by arithmetic on logarithms of these scales. Raises NoMatch with the reason if it is
-    none."""
+def merge(node: Node, read: Arithmetic | None = None) -> Merge:
+    """Read a value as a merge, by this arithmetic. Raises NoMatch with the reason if it is none."""
     index = fresh_index(node)
     read = Arithmetic() if read is None else read
     place = read.read(resolve(node, index))
@@ -114,7 +115,8 @@ def merge(node: Node, read: Arithmetic | None = None, scales: Sequence[float] = 
     if len(outs) != len(lses) or not 2 <= len(outs) <= MOST_PARTS:
         raise NoMatch(NO_PARTS, node)
     with unset_fake_temporarily():
-        points = _Points(read, place, outs, lses, node, _drawn(len(outs), scales)).paired()
+        drawn = Points.drawn(len(outs), read.scales, [*read.free.values()])
+        points = _Values(read, place, outs, lses, node, drawn).on_all_pieces().paired()
         count = range(len(outs))
         blanks = frozenset(filter(points.is_blank, count))
         skips = frozenset(part for part in count if part not in blanks and points.skips(part))
@@ -125,7 +127,7 @@ def merge(node: Node, read: Arithmetic | None = None, scales: Sequence[float] = 
 
 
 @dataclass(frozen=True)
-class _Points:
+class _Values:
     """A value as a function of some leaves, evaluated where a merge of these is known."""
 
     read: Arithmetic
@@ -133,29 +135,53 @@ class _Points:
     outs: list[int]
     lses: list[int]
     node: Node
-    drawn: tuple[Tensor, Tensor]
-    """Attention and logarithms, [parts, points] each."""
+    drawn: Points
 
-    def paired(self) -> _Points:
+    def on_all_pieces(self) -> _Values:
+        """The same at points on both sides of each switch. Raises NoMatch if one has a side that no point reaches."""
+        found = replace(self, drawn=self.drawn.beside(self._switches))
+        values = found._switches(found.drawn)
+        with_empty = torch.cat((values, *map(found._switches, found._with_empty_parts())), 1)
+        for switch, (ordinary, every) in enumerate(zip(values, with_empty, strict=True)):
+            is_parted = all((side * ordinary > 0).any() for side in (-1, 1))
+            closest = ordinary.abs().min()
+            is_certain = all((side * every > 0).any() for side in (-1, 1)) and not FAR < closest < -LOWEST
+            if not (is_parted or is_certain or ordinary.isinf().all()):
+                call = [*self.read.switches.values()][switch]
+                raise NoMatch(f"{name_of(call)} has a case that no attention provably reaches", call)
+        return found
+
+    def _switches(self, points: Points) -> Tensor:
+        values = self.read.values([*self.read.switches], self._leaves(points))
+        return torch.stack(values) if values else points.lses[:0]
+
+    def _with_empty_parts(self) -> Iterator[Points]:
+        """The points in rows that one part, all but one, or no part sees."""
+        parts = range(len(self.outs))
+        yield self.drawn.where(parts, out=0.0, lse=-torch.inf)
+        for part in parts:
+            yield self.drawn.where([part], out=0.0, lse=-torch.inf)
+            yield self.drawn.where([other for other in parts if other != part], out=0.0, lse=-torch.inf)
+
+    def paired(self) -> _Values:
         """The same with the logarithm of each part in its place. Raises NoMatch if the value is no merge."""
-        outs, lses = self.drawn
-        shares = lses.softmax(0)
+        parts, shares = range(len(self.outs)), self.drawn.lses.softmax(0)
         pairs = list[int]()
-        for part in range(len(outs)):
-            alone = torch.zeros_like(outs)
+        for part in parts:
+            alone = torch.zeros_like(shares)
             alone[part] = 1
-            weight = self._value(alone, lses)
-            pairs += [place for place, share in enumerate(shares) if _is_close(weight, share)][:1]
-        if sorted(pairs) != list(range(len(outs))):
+            points = self.drawn.with_outs(alone)
+            weight = self._value(points)
+            pairs += [place for place, share in enumerate(shares) if self._is_close(weight, share, points)][:1]
+        if sorted(pairs) != [*parts]:
             raise NoMatch("parts are not weighted by the shares that their logarithms give them", self.node)
         found = replace(self, lses=[self.lses[pair] for pair in pairs])
-        if not _is_close(found._value(outs, lses), _merged(outs, lses)):
-            raise NoMatch("more than the parts times their shares is added", self.node)
-        for part in range(len(outs)):
-            unknown = outs.clone()
-            unknown[part] = torch.nan
-            if not found._value(unknown, lses)[shares[pairs[part]] > 0].isnan().all():
-                raise NoMatch("NaN of a part is replaced, whatever it comes from", self.node)
+        if not found._is_close(found._value(self.drawn), _merged(self.drawn), self.drawn):
+            raise NoMatch("something else than the parts times their shares is computed", self.node)
+        for part, (name, number) in itertools.product(parts, {"NaN": torch.nan, "infinity": torch.inf}.items()):
+            value = found._value(self.drawn.where([part], out=number))
+            if value[shares[pairs[part]] > 0].isfinite().any():
+                raise NoMatch(f"{name} of a part is replaced, whatever it comes from", self.node)
         return found
 
     def is_blank(self, part: int) -> bool:
@@ -197,32 +223,25 @@ class _Points:
         return True
 
     def _is_left_out(self, parts: Iterable[int], value: Tensor) -> bool:
-        outs, lses = self.drawn
-        kept = [part for part in range(len(outs)) if part not in parts]
-        return _is_close(value, _merged(outs[kept], lses[kept]))
+        left = self.drawn.where([*parts], out=0.0, lse=-torch.inf)
+        return self._is_close(value, _merged(left), left)
 
-    def _where(self, parts: Iterable[int], lse: float, out: float) -> Tensor:
+    def _where(self, parts: Sequence[int], lse: float, out: float) -> Tensor:
         """The value where some parts have this logarithm and this attention."""
-        outs, lses = map(torch.clone, self.drawn)
-        outs[list(parts)], lses[list(parts)] = out, lse
-        return self._value(outs, lses)
+        return self._value(self.drawn.where(parts, out=out, lse=lse))
 
-    def _value(self, outs: Tensor, lses: Tensor) -> Tensor:
-        given: Mapping[int, Tensor] = dict(zip(itertools.chain(self.outs, self.lses), (*outs, *lses), strict=True))
-        return self.read.value(self.place, given)
+    def _value(self, points: Points) -> Tensor:
+        return self.read.values([self.place], self._leaves(points))[0]
 
+    def _leaves(self, points: Points) -> Mapping[int, Tensor]:
+        return dict(zip((*self.outs, *self.lses, *self.read.free), points.values, strict=True))
 
-def _drawn(parts: int, scales: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Points at random, always the same."""
-    draw = torch.Generator().manual_seed(0)
-    outs = torch.randn(parts, EACH * len(scales), generator=draw, dtype=torch.float64)
-    lses = 2 * torch.rand(parts, EACH * len(scales), generator=draw, dtype=torch.float64) - 1
-    return outs, lses * torch.tensor(scales, dtype=torch.float64).repeat(EACH)
+    def _is_close(self, one: Tensor, other: Tensor, points: Points) -> bool:
+        """Whether two values are equal but for rounding: that of sums, and that of logarithms in exponents."""
+        size = (points.outs.abs() * points.lses.softmax(0)).sum(0).clamp(min=1)
+        error = CLOSE + self.read.rounding * points.lses.nan_to_num(0, 0, 0).abs().amax(0)
+        return bool(((one - other).abs() <= error * size).all())
 
 
-def _merged(outs: Tensor, lses: Tensor) -> Tensor:
-    return (outs * lses.softmax(0)).sum(0)
-
-
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, CLOSE, CLOSE)
+def _merged(points: Points) -> Tensor:
+    return (points.outs * points.lses.softmax(0)).sum(0)

@@ -9,10 +9,11 @@ divides by, these are
     total = exp(lse - less),  product = exp(lse - less) * attention
 
 So what is computed from them is a function of attention and its logarithms, and may be a merge of these. The largest is
-some distance below lse; a merge does not depend on it."""
+below lse by 0, where one key has all the weight, to log T, where T keys are alike; a merge does not depend on it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -39,7 +40,7 @@ from .views import fresh_index, shape_of
 
 aten = torch.ops.aten
 
-SCALES = (1.0, 1.0, 5.0, 30.0, 1e3)  # exponentials of the last overflow; of larger ones, rounding would count
+MANY = 2**20  # keys, where their number is a symbol
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def merged_sums(node: Node) -> MergedSums:
     """The nearest merge of sums among a value and those that arithmetic computes it from. Raises NoMatch with the
     reason if there is none."""
     factors = _factors(node)
-    found = merge_before(node, lambda node: merge(node, _Sums(factors=factors), SCALES))
+    found = merge_before(node, lambda node: merge(node, _Sums(factors=factors)))
     if found.cleans:
         raise NoMatch("sums that are infinite or NaN are left out", found.node)
     parts = tuple(map(_attention, found.outs))
@@ -158,6 +159,12 @@ class _Sums(Arithmetic):
     names: dict[Size, Index] = field(default_factory=dict)
     """The keys of a context have one name in all sums."""
 
+    distances: dict[int, int] = field(default_factory=dict)
+    """How far the largest score is below a logarithm, by their places."""
+
+    scales: tuple[float, ...] = (0.0, 1.0, 1.0, 5.0, 30.0, 1e3, 1e5, 1e8, 1e12)
+    rounding: float = 1e-14
+
     def _computed(self, plain: Element) -> int:
         found = self._sum(plain)
         return super()._computed(plain) if found is None else found
@@ -183,8 +190,10 @@ class _Sums(Arithmetic):
         if keys is None or not (own > 0 and factor > 0):
             return None
         lse, unit = self._lse(plain.times(own), keys), own / factor
-        distance = 1 + (lse % 7) / 7
-        return self._add(lambda lse: (lse - distance * (1 + lse.sigmoid())) / unit, [lse])
+        if lse not in self.distances:
+            self.distances[lse] = self._add(None, [])
+            self.free[self.distances[lse]] = math.log(keys.size if isinstance(keys.size, int) else MANY)
+        return self._add(lambda lse, distance: (lse - distance) / unit, [lse, self.distances[lse]])
 
     def _lse(self, logits: Element, keys: Axis) -> int:
         factor, plain = logits.apart()

@@ -1,4 +1,5 @@
-"""The option prove near the ends of what dtypes hold: a plan that leaves a range is wrong where the program stays.
+"""The option prove near the ends of what dtypes hold: a plan that leaves a range is wrong where the program stays. The
+same where one key has all the weight of a softmax, and where all keys are alike.
 
 Programs and plans are functions of the same inputs, and small changes apart, all agree on numbers of about one."""
 
@@ -54,6 +55,20 @@ def narrow_scores(query, keys):
     return (query @ keys).float().softmax(-1).to(query.dtype)
 
 
+def shares(query, keys, total=lambda weights: weights.sum(-1, keepdim=True)):
+    scores = (query @ keys) * 0.2
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return weights / total(weights)
+
+
+def shares_of_at_least_105(query, keys):
+    return shares(query, keys, lambda weights: weights.sum(-1, keepdim=True).clamp(min=1.05))
+
+
+def shares_but_of_alike_keys(query, keys):
+    return shares(query, keys, lambda weights: weights.sum(-1, keepdim=True) + (weights.amin() - 0.5).relu())
+
+
 def scaled_before(query, keys):
     return (query * 1e-3) @ keys
 
@@ -100,6 +115,8 @@ WRONG = [
     (quantised, without_a_clamp, (torch.bfloat16, torch.bfloat16)),
     (negated, negated_codes, (CODES,)),
     (scores, narrow_scores, (HALF, HALF)),
+    (shares, shares_of_at_least_105, (WIDE, WIDE)),
+    (shares, shares_but_of_alike_keys, (WIDE, WIDE)),
     (scaled_before, scaled_after, (HALF, HALF)),
     (scaled_before, scaled_up_in_between, (HALF, HALF)),
     (scaled_after, scaled_up_in_between, (HALF, HALF)),
@@ -109,6 +126,7 @@ WRONG = [
     (average, doubled_and_halved, (HALF,)),
 ]
 RIGHT = [
+    (shares, shares, (WIDE, WIDE)),
     (quantised, by_parts, (WIDE, WIDE)),
     (clamped_after_the_cast, without_a_clamp, (WIDE, WIDE)),
     (negated_codes, negated_codes, (CODES,)),

@@ -220,14 +220,14 @@ def far_apart(outs, lses):
 
 
 PARTS = "expected 2 to 16 parts of attention, each with a logarithm"
-ADDED = "more than the parts times their shares is added"
+OTHERWISE = "something else than the parts times their shares is computed"
 REPLACED = "NaN of a part is replaced, whatever it comes from"
 SHARES = "parts are not weighted by the shares that their logarithms give them"
 TWINS = {
     "the first as if it were the largest": (of_the_first, SHARES),
     "logarithms that are bounded": (clamped, SHARES),
     "one weight for all": (lambda outs, lses: sum(outs) * lses[0].exp().unsqueeze(-1), PARTS),
-    "a square": (lambda outs, lses: by_softmax([out * out for out in outs], lses), ADDED),
+    "a square": (lambda outs, lses: by_softmax([out * out for out in outs], lses), OTHERWISE),
     "NaN replaced": (lambda outs, lses: by_softmax([out.nan_to_num(0) for out in outs], lses), REPLACED),
     "a part twice": (lambda outs, lses: by_softmax((outs[0], outs[0]), lses), PARTS),
     "in base two": (lambda outs, lses: by_softmax(outs, [lse * 0.6931471805599453 for lse in lses]), SHARES),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lib.comparing import check_same
 from lib.layers import QUIET, Reporting, in_type
-from lib.zoo import parts, servers
+from lib.loops import Loop, drafts, hide
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,34 +18,6 @@ ONE = {"mla_prolog": 1, "latent_attention": 1}
 PIECES = {"mla_prolog": 1, "latent_attention": 3, "merge_attention": 1}
 GAP = (slice(0, 5), slice(6, 12), slice(12, 16))
 NEIGHBOURS = ("guarded", "triples", "divided twice")  # rows that see no key of a part are no NaN there
-
-
-class Loop(parts.Shards):
-    """Three parts of a context of 16 keys. The loop gets scores [B,N,S,T] and values [B,1,T,R] of each."""
-
-    cuts = (slice(0, 6), slice(6, 12), slice(12, 16))
-
-    def __init__(self, loop, cuts=cuts):
-        super().__init__()
-        self.loop, self.cuts = loop, cuts
-
-    def forward(self, x, positions, caches):
-        q_nope, q_pe, *rows = self.rows(x, positions)
-        lines = torch.arange(x.shape[0]).unsqueeze(-1)
-        for cache, new in zip(caches, rows, strict=True):
-            cache[lines, positions] = new
-        query, chunks = self.in_latent_space(q_nope), []
-        for cut in self.cuts:
-            latent, k_pe = (cache[:, cut] for cache in caches)
-            scores = torch.einsum("bsnc,btc->bnst", query, latent) + torch.einsum("bsnr,btr->bnst", q_pe, k_pe)
-            hidden = torch.arange(caches[0].shape[1])[cut] > positions.unsqueeze(-1)
-            chunks.append((scores * self.scale, hidden.unsqueeze(1), latent.unsqueeze(1)))
-        weight = self.kv_b.unflatten(0, (q_nope.shape[2], -1))[:, self.sizes.nope :]
-        return self.project(torch.einsum("bnsc,nvc->bsnv", self.loop(chunks), weight))
-
-
-def hide(scores, hidden):
-    return scores.masked_fill(hidden, -torch.inf)
 
 
 def running(chunks):
@@ -229,13 +201,6 @@ def test_exponentials_that_are_read_elsewhere_stay():
 
     report = check(Loop(loop), None)
     assert any("are also read by" in miss.reason for miss in report.misses), str(report)
-
-
-def drafts():
-    """The second token of the first sequence is at position 0, which two of the parts do not see."""
-    given = servers.drafts(3, 2)
-    given[1][0] = torch.tensor([1, 0])
-    return given
 
 
 def check(layer, fused):
