@@ -11,7 +11,7 @@ rotate, normalise and transform them as it likes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -182,7 +182,7 @@ class LightningIndex(Rule):
             LIGHTNING,
             tensor(query, (b, s, n, d), dtype=dtype, expand=True),
             tensor(key, (b, t, d), dtype=dtype),
-            tensor(found.weights, (b, s, n), expand=True),
+            tensor(found.weights, (b, s, n), dtype=_dtype_of_weights(found, results), expand=True),
             *masks,
             key_scale=None if found.key_scale is None else tensor(found.key_scale, (b, t), expand=True),
             sparse_count=count,
@@ -194,6 +194,11 @@ class LightningIndex(Rule):
         roles = b, s, (), axes(chosen, "chosen keys", found.node)
         news = ((node, Call(operator.getitem, call, 1 - place)) for place, node in results.items())
         return Plan(*(replacing(node, index, result(new, roles)) for node, new in news))
+
+
+def _dtype_of_weights(found: IndexScores, results: Mapping[int, Node]) -> torch.dtype | None:
+    """The values have the dtype of the weights: one that holds the program's values, if it reads them."""
+    return torch.promote_types(found.weights.dtype, results[0].meta["val"].dtype) if 0 in results else None
 
 
 def _multiplied_in(dtype: torch.dtype) -> torch.dtype:

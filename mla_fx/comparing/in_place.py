@@ -143,7 +143,7 @@ class _Run(Interpreter):
     """Runs one call as a function of all its operands, which are floating or codes, and of fresh numbers. A view shares
     memory or fails."""
 
-    any_strides: Mapping[Any, Any] = {}
+    instead: Mapping[Any, Any] = {}
 
     def __init__(
         self,

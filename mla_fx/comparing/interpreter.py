@@ -53,13 +53,21 @@ def on_real_tensors() -> Iterator[None]:
         yield
 
 
+def _topk_in_order(value: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    return aten.topk.default(value, k, dim, largest)
+
+
 class Interpreter:
     """Runs calls with the numbers of `small` in place of their sizes. `values` begins with those of the leaves.
 
     Numbers are of float64. A result whose dtype has larger steps than `coarsest` is rounded to it, and so is a number
     that fills a tensor. No other is. Without `coarsest`, all numbers are of the program's dtypes."""
 
-    any_strides: Mapping[Any, Any] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+    instead: Mapping[Any, Any] = {
+        **dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default),
+        aten.topk.default: _topk_in_order,
+    }
+    """Calls for numbers of any strides, and in any order that the program leaves open."""
 
     def __init__(
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Value, Any], coarsest: torch.dtype | None
@@ -120,7 +128,7 @@ class Interpreter:
 
     def called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Any) -> Any:
         """The result of a call; `fake` is that of the graph. Its strides are not those of other sizes."""
-        target = self.any_strides.get(target, target)
+        target = self.instead.get(target, target)
         result = target(*args, **kwargs)
         if target in READ_BACK and not torch.allclose(*READ_BACK[target](result, *args), 0, 0, equal_nan=True):
             raise UncheckedError(TWICE)

@@ -59,24 +59,33 @@ def spend(budget: Budget, node: Node) -> None:
 
 SUBTRACTS = frozenset({aten.sub.Tensor, aten.sub.Scalar})
 REVERSED = frozenset({aten.rsub.Tensor, aten.rsub.Scalar})  # the second operand minus the first
-_ADDS = frozenset({aten.add.Tensor, aten.add.Scalar, *SUBTRACTS})
+_ADDS = frozenset({aten.add.Tensor, aten.add.Scalar, *SUBTRACTS, *REVERSED})
 
 
 def _add_up(element: Element, terms: list[Element], budget: Budget) -> float:
-    node = element.origin
-    spend(budget, node)
-    if not _adds_numbers(node) or complemented(element) is not None:
+    spend(budget, element.origin)
+    found = addends(element)
+    if found is None:
         terms.append(element)
         return 0.0
-    total = 0.0
+    return found.constant + sum(_add_up(term, terms, budget) for term in found.terms)
+
+
+def addends(element: Element) -> Sum | None:
+    """What one call adds, which may be sums again; None if it adds nothing."""
+    node = element.origin
+    if not _adds_numbers(node) or complemented(element) is not None:
+        return None
     alpha = constant(argument(node, 2, "alpha", 1)) or 0.0
-    second = -alpha if node.target in SUBTRACTS else alpha
-    for value, sign in ((args_of(node)[0], 1.0), (args_of(node)[1], second)):
-        if (number := constant(value)) is not None:
-            total += element.factor * sign * number
+    signs = (-alpha, 1.0) if node.target in REVERSED else (1.0, -alpha if node.target in SUBTRACTS else alpha)
+    terms, total = list[Element](), 0.0
+    for value, sign in zip(args_of(node)[:2], signs, strict=True):
+        number = constant(value)
+        if number is None:
+            terms.append(operand(value, element.index, element.factor * sign))
         else:
-            total += _add_up(operand(value, element.index, element.factor * sign), terms, budget)
-    return total
+            total += element.factor * sign * number
+    return Sum(tuple(terms), total)
 
 
 def complemented(element: Element) -> Element | None:

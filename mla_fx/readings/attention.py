@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .constant import constant
 from .contraction import Contraction, contraction, scaled_product
 from .divided_late import SUMS, divided_late, division
 from .element import Element, computed_from, computed_with, element_of, operand, resolve
-from .logits import Mask, added, logits
+from .logits import Mask, added_scores, logits
 from .reading import Reading
 from .sizes import Size, ratio
 from .softmax import EXPONENTIALS, SOFTMAX, Softmax, exponential, softmax, subtracts_logarithm
@@ -221,10 +222,10 @@ def _fused(node: Node) -> Attention:
     left, right = operand(query, (*batch, row, inner)), operand(key, (*key_batch, keys, inner))
     score = scaled_product(node, scale, left, right, (inner,))
     mask = option("attn_mask") if "attn_mask" in named else option("attn_bias")
-    masks = () if mask is None else (_given_mask(mask, (*batch, row, keys)),)
+    more, masks = ((), ()) if mask is None else _given_mask(mask, (*batch, row, keys))
     causal = Causal(node, row) if option("is_causal", False) else None
     factor, values = operand(value, (*value_batch, keys, column)).apart()
-    return _unpadded(Attention(output, index, (score,), masks, causal, values, factor, keys, zeroes=True))
+    return _unpadded(Attention(output, index, (score, *more), masks, causal, values, factor, keys, zeroes=True))
 
 
 def _shared(node: Node, name: str, given: Node, batch: list[Index]) -> list[Index]:
@@ -257,9 +258,23 @@ def _schema(node: Node) -> Any:
     return node.target._schema
 
 
-def _given_mask(mask: Node, index: tuple[Index, ...]) -> Mask:
+def _given_mask(mask: Node, index: tuple[Index, ...]) -> tuple[tuple[Contraction, ...], tuple[Mask, ...]]:
+    """Scores of heads, rows and keys, such as those of rotary parts, and masks."""
     element = operand(mask, index)
-    return Mask(mask, element, -math.inf) if mask.meta["val"].dtype is torch.bool else added(element)
+    if mask.meta["val"].dtype is torch.bool:
+        return (), (Mask(mask, element, -math.inf),)
+    *_, heads, row, keys = (part.axes for part in index)
+
+    def score(term: Element) -> Contraction:
+        found = contraction(term)
+        sides = [{*side.axes} for side in (found.left, found.right)]
+        if not any(
+            query >= heads | row and key >= keys and query.isdisjoint(keys) for query, key in permutations(sides)
+        ):
+            raise NoMatch("a mask is a product of other things than queries and keys", found.node)
+        return found
+
+    return added_scores(element, score)
 
 
 def _first_result(node: Node) -> Node:

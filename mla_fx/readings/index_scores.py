@@ -17,10 +17,10 @@ from .axes import Axis, Index
 from .bounds import Bounds, bounded
 from .calls import args_of, argument
 from .contraction import Contraction, contraction
-from .element import Element, operand, resolve
+from .element import Element, computed_from, computed_with, operand, resolve
 from .logits import Mask, logits
 from .reading import Reading
-from .views import fresh_index
+from .views import MOVERS, fresh_index
 
 aten = torch.ops.aten
 TOPK = aten.topk.default
@@ -71,8 +71,24 @@ def index_scores(topk: Node) -> IndexScores:
         raise NoMatch("the weights of the index scores depend on the key", weights.origin)
     if key_scale is not None and not key_scale.axes <= key.axes:
         raise NoMatch("the index scores are multiplied by numbers that are no scales of keys", key_scale.origin)
+    _check_read_alone(topk, product.node)
     operands, over = (query, key, weights, key_scale), (found.over, product.over)
     return IndexScores(scores, topk, rows, keys, *operands, *over, masks, factor * product.factor, dim)
+
+
+def _check_read_alone(topk: Node, product: Node) -> None:
+    """Raises NoMatch if scores have other readers than the top-k: a kernel rounds them otherwise, and a program that
+    compares scores with chosen ones, as by a threshold, expects equal numbers."""
+    scores = {topk, *computed_from(topk)}
+
+    def is_other(node: Node) -> bool:
+        return node not in scores and node.target not in MOVERS
+
+    readers = computed_with([product], lambda node: node is topk or is_other(node))
+    other = next(filter(is_other, readers), None)
+    if other is not None:
+        what = f"index scores are also read by {name_of(other)}"
+        raise NoMatch(f"{what}, and the chosen ones would be rounded otherwise", other)
 
 
 def has_index_scores(topk: Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch.fx import Node
@@ -13,7 +13,7 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 
-from .algebra import Budget, as_product, as_sum, spend
+from .algebra import Budget, addends, allowance, as_product, as_sum, spend
 from .axes import Index
 from .calls import args_of
 from .constant import constant, rounded
@@ -25,6 +25,7 @@ from .softmax import MASKED_FILL
 aten = torch.ops.aten
 
 Score = TypeVar("Score")
+TAME = 2.0**64  # no score is as large
 
 
 @dataclass(frozen=True)
@@ -58,28 +59,69 @@ def logits(
 ) -> tuple[tuple[Score, ...], tuple[Mask, ...]]:
     """Read what a softmax or a top-k gets as products of queries and keys, each by `read`, and masks: first the numbers
     that are added, then the fills."""
-    total = as_sum(element, budget)
+    found = _terms(element, budget, read)
+    if not found.scores:
+        masks = list(map(added, as_sum(element).terms))
+        raise NoMatch(_why_no_score(masks), masks[0].node if masks else element.origin)
+    return tuple(found.scores), _in_order(found.masks)
+
+
+@dataclass(frozen=True)
+class _Terms(Generic[Score]):
+    scores: list[Score]
+    masks: list[Mask]
+
+
+def _terms(element: Element, budget: Budget, read: Callable[[Element], Score]) -> _Terms[Score]:
+    spend(budget, element.origin)
+    total = addends(element)
+    if total is None:
+        return _term(element, budget, read)
+    parts = [_terms(term, budget, read) for term in total.terms]
+    if not any(part.scores for part in parts):
+        return _Terms([], _masks(element))
     if total.constant:
         raise NoMatch("a number is added to the attention scores", element.origin)
-    scores: list[Score] = []
-    masks: list[Mask] = []
-    for term in total.terms:
-        filled = _filled(term)
-        inner = None if filled is None else _masked_scores(filled[0], budget, read)
-        if filled is not None and inner is not None:
-            scores += inner[0]
-            masks += [*inner[1], filled[1]]
-            continue
-        try:
-            scores.append(read(term))
-        except NoMatch:
-            masks.append(added(term))
-    if not scores:
-        raise NoMatch(_why_no_score(masks), masks[0].node if masks else element.origin)
-    ordered = _in_order(masks)
-    if len(total.terms) > 1 and any(mask.fill not in (None, -math.inf) for mask in ordered):
+    found = _Terms([score for part in parts for score in part.scores], [mask for part in parts for mask in part.masks])
+    if sum(bool(part.scores) for part in parts) > 1:
+        _check_fills(found.masks, element.origin.meta["val"].dtype, element)
+    return found
+
+
+def _term(element: Element, budget: Budget, read: Callable[[Element], Score]) -> _Terms[Score]:
+    """What is not a sum: scores, filled or not, or a mask."""
+    filled = _filled(element)
+    inner = None if filled is None else _masked_scores(filled[0], budget, read)
+    if filled is not None and inner is not None:
+        return _Terms([*inner[0]], [*inner[1], filled[1]])
+    try:
+        return _Terms([read(element)], [])
+    except NoMatch:
+        return _Terms([], [added(element)])
+
+
+def _masks(element: Element) -> list[Mask]:
+    """A sum without scores: a mask for each term, or one for all if a number is among them. Next to others, that number
+    would be rounded otherwise."""
+    total = as_sum(element)
+    return [added(element)] if total.constant else list(map(added, total.terms))
+
+
+def _check_fills(masks: Iterable[Mask], dtype: torch.dtype, element: Element) -> None:
+    """Raises NoMatch if part of a sum is filled with a number, unless that absorbs any score that is added to it."""
+    fills = [-mask.fill / abs(element.factor) for mask in masks if mask.fill not in (None, -math.inf)]
+    if len(fills) > 1 or any(fill * torch.finfo(dtype).eps < TAME for fill in fills):
         raise NoMatch("only part of the attention scores is filled with a number", element.origin)
-    return tuple(scores), ordered
+
+
+def added_scores(element: Element, read: Callable[[Element], Score]) -> tuple[tuple[Score, ...], tuple[Mask, ...]]:
+    """Read what is added to a score in at least 32 bits: other scores under masks, or one mask."""
+    try:
+        scores, masks = logits(element, allowance(), read)
+        _check_fills(masks, torch.promote_types(element.dtype, torch.float32), element)
+    except NoMatch:
+        return (), (added(element),)
+    return scores, masks
 
 
 def _why_no_score(masks: list[Mask]) -> str:

@@ -258,11 +258,11 @@ def _less_logarithm(element: Element) -> Softmax:
     subtracted = log_of_sum([term.times(-1.0) for term in total.terms], node)
     left = [term.times(-1.0) for term in subtracted.others]
     for dim, size in enumerate(shape_of(node)):
-        if total.constant or size != subtracted.keys.size:
+        if size != subtracted.keys.size:
             continue
         columns = _columns(element.index, dim, node)
         logits = subtracted.logits.at({subtracted.keys: of_axis(columns.read)})
-        if columns.read is columns.whole and as_sum(logits) == Sum(tuple(left), 0.0):
+        if columns.read is columns.whole and as_sum(logits) == Sum(tuple(left), total.constant):
             return Softmax(logits, columns.read)
     raise NoMatch("the logarithm that is subtracted from the scores is not of the sum of their exponentials", node)
 
