@@ -59,7 +59,7 @@ class AscendTarget(Target):
         return toolchain.lowerings(self.kind, options, prepares=prepares)
 
     def bodies(self) -> Mapping[OpOverload, Lowering]:
-        return toolchain.bodies()
+        return {**super().bodies(), **toolchain.bodies()}
 
     def compile(
         self,
