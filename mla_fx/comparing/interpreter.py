@@ -17,15 +17,13 @@ from mla_fx.graph.torch_private import HigherOrderOperator, OpOverload, python_d
 from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
 from .exact import FILLS
-from .region import CASTS, UncheckedError
+from .region import CASTS, PURE, UncheckedError
 from .symbols import Numbers
 from .whole_numbers import Value, never_sizes
 
 aten = torch.ops.aten
 
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-# Operators of others are not run: a collective would wait for other processes.
-PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 TWICE = "a row is written twice: what it then holds is not defined"
 # Calls an operator that writes in place, and returns what it would write.
 WRAPPER = torch.ops.higher_order.auto_functionalized_v2
@@ -59,7 +57,10 @@ class Interpreter:
     Numbers are of float64. A result whose dtype has larger steps than `coarsest` is rounded to it, and so is a number
     that fills a tensor. No other is. Without `coarsest`, all numbers are of the program's dtypes."""
 
-    any_strides: Mapping[Any, Any] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+    any_strides: Mapping[Any, Any] = {
+        **dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default),
+        aten.copy_.default: aten.copy.default,  # a leaf is read again
+    }
 
     def __init__(
         self, numbers: Numbers, small: Mapping[int, int], values: dict[Value, Any], coarsest: torch.dtype | None

@@ -189,7 +189,7 @@ def _ask_about_body(run: Run, call: Draft, reason: str) -> None:
     """Raises NoMatch if the target does not take the operator's body in place of a call."""
     refused = f"target {run.target.name!r} cannot run {fused_name(call)}: {reason}, and its body"
     try:
-        body = lowered(call, run.bodies.get(call.target, unlowered))
+        body = lowered(call, run.target.bodies().get(call.target, unlowered))
         results = run.emit.inlined(body, *call.args, decompositions=run.target.decompositions(), **call.kwargs)
     except NoMatch as refusal:
         raise ByDesign(f"{refused} is not inlined: {refusal.reason}") from refusal

@@ -101,7 +101,7 @@ def reinplace_caches(run: Run) -> None:
 def lower_fused(run: Run) -> None:
     """Lower the fused operators, including the user's own calls."""
     if run.fused:
-        _lower(run, run.lowerings, run.bodies)
+        _lower(run, run.lowerings, run.target.bodies())
 
 
 def lower_plain(run: Run) -> None:

@@ -73,10 +73,6 @@ class Run:
     def lowerings(self) -> Mapping[OpOverload, Lowering]:
         return self.target.lowerings(self.options.extra, prepares=self.weights is not None)
 
-    @functools.cached_property
-    def bodies(self) -> Mapping[OpOverload, Lowering]:
-        return self.target.bodies()
-
     def keep_original(self) -> None:
         """Save the original graph. Call this before the first change."""
         if self.original is None:
