@@ -53,24 +53,6 @@ def to_body(entry: Operator, *args: Any, **kwargs: Any) -> Compiled:
     return entry.body
 
 
-def _to_body(entry: Operator, *args: Any, **kwargs: Any) -> Compiled:
-    return _refusing(to_body(entry, *args, **kwargs))
-
-
-@functools.cache
-def _refusing(body: Compiled) -> Compiled:
-    """A function that raises NoMatch for what keeps a body from being traced: a user's own may read numbers."""
-
-    @functools.wraps(body)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return body(*args, **kwargs)
-        except Exception as error:
-            raise NoMatch(f"{type(error).__name__}: {error}") from error
-
-    return call
-
-
 def modules_of_operators(package: str) -> Iterator[tuple[Operator, ModuleType]]:
     """The modules of a package, and of the packages in it, that lower an operator, `OPERATOR`, each with that
     operator."""
@@ -186,7 +168,7 @@ class Target:
         """What calls become that are not lowered, if the target cannot run them: the operators' bodies, also those of
         users' own operators. Where these refuse, calls stay."""
         every = {} if self.runs_operators else OPERATORS
-        return {overload: functools.partial(_to_body, entry) for overload, entry in every.items()}
+        return {overload: functools.partial(to_body, entry) for overload, entry in every.items()}
 
     def takes(self, operator: OpOverload) -> bool:
         """Whether its graphs may call an operator that the body of another one calls."""

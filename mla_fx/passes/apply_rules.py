@@ -23,7 +23,7 @@ from mla_fx.rewriting.plan import Plan
 from mla_fx.rewriting.replacement import change_of, check_nothing_is_lost, fitted
 from mla_fx.rule import Rule
 
-from .lower import lowered, unlowered
+from .lower import lowered, told, unlowered
 from .prove import apply
 from .repeat import Recipe, recipe, replay
 from .run import Run
@@ -191,8 +191,8 @@ def _ask_about_body(run: Run, call: Draft, reason: str) -> None:
     try:
         body = lowered(call, run.target.bodies().get(call.target, unlowered))
         results = run.emit.inlined(body, *call.args, decompositions=run.target.decompositions(), **call.kwargs)
-    except NoMatch as refusal:
-        raise ByDesign(f"{refused} is not inlined: {refusal.reason}") from refusal
+    except Exception as error:  # a user's own body may raise any
+        raise ByDesign(f"{refused} cannot be inlined: {told(error)}") from error
     for target in {one.target for one in in_order(tree_leaves(results))} - {one.target for one in in_order([call])}:
         if isinstance(target, OpOverload) and not run.target.takes(target):
             raise ByDesign(f"{refused} calls {target}, which its graphs do not take")

@@ -39,6 +39,7 @@ def lower(
     emit, notes = Emitter(graph), Counter[str]()
     for operator in {**bodies, **lowerings}:
         lowering, is_fused = lowerings.get(operator, unlowered), operator.namespace == NAMESPACE
+        faults = NoMatch if operator in lowerings else Exception  # of a user's own body
         for node in graph.find_nodes(op="call_function", target=operator):
             operands: Sequence[Any] = args_of(node)
             known: dict[str, Any] = {}
@@ -62,12 +63,16 @@ def lower(
                     read = {value for operand in tree_leaves(operands) if isinstance(value := _read(operand), Node)}
                     plan = Change.of(_pairs(node, results), read)
                     apply(emit, f"the lowering of {operator._opname}", plan)
-            except NoMatch as refuted:
-                notes[f"{operator._opname} stays a call: {refuted.reason}"] += 1
+            except faults as error:
+                notes[f"{operator._opname} stays a call: {told(error)}"] += 1
                 continue
             if not is_fused:
                 notes[f"{operator._opname} is computed as {function.__name__}"] += 1
     return notes
+
+
+def told(error: Exception) -> str:
+    return error.reason if isinstance(error, NoMatch) else f"{type(error).__name__}: {error}"
 
 
 def unlowered(*args: Any, **kwargs: Any) -> NoReturn:

@@ -140,23 +140,20 @@ class Emitter:
         replaced where it is."""
         if not plan.replacements:  # of a call that nothing reads
             return []
-        writes = [(old, new) for old, new in plan.replacements if written(old)]
-        moved = [(old, new) for old, new in plan.replacements if not written(old)]
-        first = min(old for old, _ in moved)
-        for node in _needed([new for _, new in moved], set(plan.olds), first):
+        moved = {old: new for old, new in plan.replacements if not written(old)}
+        first, news = min(moved), list[tuple[Node, Node]]()
+        for node in _needed([*moved.values()], set(plan.olds), first):
             first.prepend(node)
-        with self.before(first):
-            news = [(old, self._node(new)) for old, new in moved]
-        for old, new in writes:
-            with self.before(old):
+        for old, new in plan.replacements:
+            with self.before(first if old in moved else old):
                 news.append((old, self._node(new)))
         for dropped in plan.dropped:
             self.graph.erase_node(dropped)
         for old, new in news:
             stand_in(new, old)
             old.replace_all_uses_with(new, lambda user: plan.readers is None or user in plan.readers)
-        for old, _ in writes:
-            self.graph.erase_node(old)
+        for write in set(plan.olds) - moved.keys():
+            self.graph.erase_node(write)
         return erase_unread(plan.olds)
 
     def _node(self, part: Draft | Node) -> Node:
