@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Graph
 
 from mla_fx.graph.provenance import label_of
+from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled
 
 from .ascend import converters, toolchain
@@ -19,6 +20,9 @@ class Ge(AscendTarget):
     name = "ge"
     kind = "ge"
     modes = (toolchain.GE_MODE,)
+
+    def takes(self, operator: OpOverload) -> bool:
+        return hasattr(operator, "_ge_converter")  # set by torchair's registration
 
     def remarks(self, graph: Graph) -> Iterable[str]:
         return converters.copied_caches(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.fx import Graph, GraphModule
 from .errors import NoMatch, OptionError
 from .graph.torch_private import OpOverload
 from .ops import Operator, catalogue
-from .ops.common.define import on_arguments
+from .ops.common.define import NAMESPACE, OPERATORS, on_arguments
 
 Compiled = Callable[..., Any]
 
@@ -43,13 +44,10 @@ Lowering = Callable[..., Compiled]
 Compiler = Callable[..., Compiled]
 
 
-ROUNDS = "it reads lengths, or rounds where a compiler would not"
-
-
 def to_body(entry: Operator, *args: Any, **kwargs: Any) -> Compiled:
     """The body of an operator. Raises NoMatch for a call that a compiler would not compute alike."""
     if entry.host is not None:
-        raise NoMatch(ROUNDS)
+        raise NoMatch("it reads lengths")
     if any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in (*args, *kwargs.values())):
         raise NoMatch("it is quantised, and compilers do not keep its intermediate roundings")
     return entry.body
@@ -167,8 +165,14 @@ class Target:
         return {}
 
     def bodies(self) -> Mapping[OpOverload, Lowering]:
-        """What calls become that are not lowered, for a target that cannot run them. Where these refuse, calls stay."""
-        return {}
+        """What calls become that are not lowered, if the target cannot run them: the operators' bodies, also those of
+        users' own operators. Where these refuse, calls stay."""
+        every = {} if self.runs_operators else OPERATORS
+        return {overload: functools.partial(to_body, entry) for overload, entry in every.items()}
+
+    def takes(self, operator: OpOverload) -> bool:
+        """Whether its graphs may call an operator that the body of another one calls."""
+        return operator.namespace != NAMESPACE
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """The lowering of plain operators, including the user's own, in graphs in which something fused. It also gets

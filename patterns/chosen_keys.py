@@ -160,7 +160,6 @@ class ChosenKeys(Rule):
     after = ("paged_context",)
     targets = (WITHOUT_LSE, PROMPTS)
     pattern = CallPattern({name: Operand("bsnc", var(name), is_optional=True) for name in ("query", "q_nope")})
-    yields_to_target = True
     accepts = tuple(
         Case(name, build, {"mla_prolog": 1, "sparse_latent_attention": 1})
         for name, build in (

@@ -71,7 +71,6 @@ class CodedLatents(Rule):
     stage = "cache"
     after = ("kv_rmsnorm_rope_cache",)  # rules that quantise latents read what the program computes from codes
     targets = ATTENTION
-    yields_to_target = True
     accepts = (Case("a scale for each tile", _Tiles, {"latent_attention": 1}),)
     rejects = (Case("codes with an offset", _WithOffset, because="codes have an offset"),)
 

@@ -74,7 +74,6 @@ ONE = {"kv_rmsnorm_rope_cache": 1}
 class KeyValueCaches(Rule):
     stage = "cache"
     after = ("kv_rmsnorm_rope_cache",)
-    yields_to_target = True
     tells_misses = False
     accepts = (Case("halves", _Keys, ONE), Case("interleaved columns", _Interleaved, ONE))
 

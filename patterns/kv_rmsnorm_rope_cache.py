@@ -112,7 +112,6 @@ class KvRmsnormRopeCache(Rule):
     stage = "cache"
     targets = ATTENTION
     pattern = PATTERN
-    yields_to_target = True
     accepts = (
         Case("query computed elsewhere", WeightedQuery, ONE_EACH),
         Case("latent and key projected separately", _TwoProjections, ONE_EACH),

@@ -141,7 +141,6 @@ class LightningIndex(Rule):
     stage = "context"
     after = ("chosen_keys",)
     targets = (TOPK,)
-    yields_to_target = True
     accepts = (
         Case("products", _Indexed, FUSED),
         Case("einsum", _Einsum, FUSED),

@@ -57,7 +57,6 @@ class PackedMlaAttention(Rule):
     stage = "cache"
     after = ("kv_rmsnorm_rope_cache",)
     targets = (ONE,)
-    yields_to_target = True
     tells_misses = False
     accepts = (Case("two prompts", _Prompts, {"packed_mla_attention": 1}),)
 

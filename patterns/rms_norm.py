@@ -44,7 +44,6 @@ FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention
 class RmsNormAlone(Rule):
     stage = "piece"
     targets = (aten.rsqrt.default,)
-    yields_to_target = True
     tells_misses = False
     accepts = (
         Case("query that is also read elsewhere", WeightedQuery, FUSED, pieces=True),

@@ -50,7 +50,6 @@ FUSED = {"rms_norm": 1, "rope": 1, "kv_rmsnorm_rope_cache": 1, "latent_attention
 class RopeAlone(Rule):
     stage = "piece"
     pattern = ValuePattern(rope(var("x"), name="rope", along=last_dimension("value")), letters="b t u r")
-    yields_to_target = True
     tells_misses = False
     accepts = (
         Case("halves", WeightedQuery, FUSED, pieces=True),

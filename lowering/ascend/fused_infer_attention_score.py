@@ -17,8 +17,7 @@ from mla_fx.ops.emitted.pages import context_of
 
 from . import causal_masks, limits
 from .fused_infer_attention_score_rules import CAUSAL, CAUSAL_SIZE, CHIPS, LATENT_HEADS, RANK, ROPE
-from .host_numbers import on_host
-from .lengths import Lengths, as_tensor
+from .lengths import Lengths, as_tensor, on_host
 from .surface import Surface
 
 KERNEL = "FusedInferAttentionScore"

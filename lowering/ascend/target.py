@@ -11,7 +11,7 @@ from mla_fx.errors import OptionError
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Compiler, Lowering, Target
 
-from . import host_numbers, toolchain
+from . import lengths, toolchain
 from .fused_infer_attention_score_rules import LATENT_TOKENS
 from .stub import environment
 from .surface import RELEASES
@@ -27,7 +27,7 @@ class AscendTarget(Target):
     refuses_positions = False  # the vendor's kernels skip negative positions and do not check the end
     prepares = True
     laid_out_by = toolchain.FORMAT_CASTS
-    read_ahead_by = host_numbers.READ
+    read_ahead_by = lengths.READ
     max_absorbed_tokens = LATENT_TOKENS
     releases = RELEASES
 
@@ -59,7 +59,7 @@ class AscendTarget(Target):
         return toolchain.lowerings(self.kind, options, prepares=prepares)
 
     def bodies(self) -> Mapping[OpOverload, Lowering]:
-        return toolchain.bodies()
+        return {**super().bodies(), **toolchain.bodies()}
 
     def compile(
         self,

@@ -14,18 +14,18 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.fx import GraphModule
 
-from mla_fx.errors import OptionError
+from mla_fx.errors import NoMatch, OptionError
 from mla_fx.graph.provenance import is_laid_out
 from mla_fx.graph.torch_compilers import aot_autograd, static_inputs
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import Operator
 from mla_fx.ops.common.define import on_arguments
-from mla_fx.target import Compiled, Compiler, Lowering, modules_of_operators, to_body
+from mla_fx.target import Compiled, Compiler, Lowering, modules_of_operators
 
 from . import converters, numbers_of_sizes
 from .stub import engine, environment
@@ -40,6 +40,12 @@ PROLOGS: Mapping[Prolog, str] = {
     "v1": "npu_mla_prolog",
 }
 FORMAT_CASTS = frozenset({"_npu_format_cast"})
+REFUSED = {
+    "mla_prolog_quant": "torch_npu has no such operator, only pypto has a kernel; mla_prolog_v3 has similar int8 modes",
+    "packed_mla_attention": "packed sequences are attended to one by one",
+    "sparse_mla_attention": "no kernel attends to chosen keys with queries that are not absorbed",
+}
+"""Operators that no kernel computes, each with the reason."""
 IN_PLACE = {"npu_kv_rmsnorm_rope_cache_v2": [5, 6], "npu_mla_prolog_v3": [9, 10]}
 """Operators that write arguments at these positions. A name with _functional is that of the one that returns them."""
 
@@ -124,11 +130,18 @@ def lowerings(
         trusts_masks=bool(options.get("causal_masks")),
         prolog=prolog(options),
     )
-    found: dict[OpOverload, Lowering] = {}
+    own = torch.ops.mla_fx
+    found: dict[OpOverload, Lowering] = {
+        getattr(own, name).default: functools.partial(_refused, reason) for name, reason in REFUSED.items()
+    }
     for entry, module in modules_of_operators(HERE):
         for overload in filter(None, (entry.overload, entry.host)):
             found[overload] = functools.partial(lowered, module, surface)
     return found
+
+
+def _refused(reason: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NoMatch(reason)
 
 
 def lowered(module: ModuleType, surface: Surface, *args: Any, **kwargs: Any) -> Compiled:
@@ -136,13 +149,12 @@ def lowered(module: ModuleType, surface: Surface, *args: Any, **kwargs: Any) -> 
 
 
 def bodies() -> Mapping[OpOverload, Lowering]:
-    """What calls become that the kernels do not take: the operators' bodies, unless their modules refuse them."""
-    return {entry.overload: functools.partial(_to_body, entry, module) for entry, module in modules_of_operators(HERE)}
+    """The bodies that the calls of some operators become, unless their modules refuse them."""
+    modules = ((entry, module) for entry, module in modules_of_operators(HERE) if hasattr(module, "refuse_body"))
+    return {entry.overload: functools.partial(_to_body, entry, module) for entry, module in modules}
 
 
 def _to_body(entry: Operator, module: ModuleType, *args: Any, **kwargs: Any) -> Compiled:
-    if not hasattr(module, "refuse_body"):
-        return to_body(entry, *args, **kwargs)
     module.refuse_body(module.Arguments(*args, **kwargs))
     return entry.body
 

@@ -2,8 +2,8 @@
 
 Such a file names the operator that it lowers, `OPERATOR`, and has a function `lower(a)`, which gets what is known about
 a call's `Arguments`. It returns the function of these arguments that is traced in place of the call, or raises NoMatch
-with a sentence that says why the call stays. It may have a function `from_copies`, which takes more memory than a
-call."""
+with a sentence that says why the call stays; or it has this sentence, `STAYS`. It may have a function `from_copies`,
+which takes more memory than a call."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def lowerings(*, alone: bool) -> Mapping[OpOverload, Lowering]:
 
 def _lower(module: ModuleType, alone: bool, *args: Any, **kwargs: Any) -> Compiled:
     try:
+        if hasattr(module, "STAYS"):
+            raise NoMatch(module.STAYS)
         found = module.lower(module.Arguments(*args, **kwargs))
     except NoMatch:
         if not alone or not hasattr(module, "from_copies"):

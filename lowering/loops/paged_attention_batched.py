@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from torch import Tensor
 
-from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import paged_attention
 from mla_fx.ops.emitted.paged_attention import Arguments
 from mla_fx.ops.emitted.pages import READS_PAGES
@@ -14,10 +11,7 @@ from mla_fx.ops.emitted.pages import READS_PAGES
 from .conditional import conditional
 
 OPERATOR = "paged_attention.batched"
-
-
-def lower(a: Arguments) -> NoReturn:
-    raise NoMatch(READS_PAGES)
+STAYS = READS_PAGES
 
 
 def from_copies(a: Arguments) -> Tensor:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.sparse_mla_attention import Arguments, over_all
-from mla_fx.target import Compiled
 
 from . import mla_attention
 
 OPERATOR = "sparse_mla_attention"
-
-
-def lower(a: Arguments) -> Compiled:
-    raise NoMatch("it takes some query rows at a time; a compiler would copy the chosen keys of all of them")
+STAYS = "it takes some query rows at a time; a compiler would copy the chosen keys of all of them"
 
 
 def from_copies(a: Arguments) -> Tensor:

@@ -17,15 +17,13 @@ from mla_fx.graph.torch_private import HigherOrderOperator, OpOverload, python_d
 from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
 from .exact import FILLS
-from .region import CASTS, UncheckedError
+from .region import CASTS, PURE, UncheckedError
 from .symbols import Numbers
 from .whole_numbers import Value, never_sizes
 
 aten = torch.ops.aten
 
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-# Operators of others are not run: a collective would wait for other processes.
-PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 TWICE = "a row is written twice: what it then holds is not defined"
 # Calls an operator that writes in place, and returns what it would write.
 WRAPPER = torch.ops.higher_order.auto_functionalized_v2
@@ -65,6 +63,7 @@ class Interpreter:
 
     instead: Mapping[Any, Any] = {
         **dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default),
+        aten.copy_.default: aten.copy.default,  # a leaf is read again
         aten.topk.default: _topk_in_order,
     }
     """Calls for numbers of any strides, and in any order that the program leaves open."""

@@ -27,6 +27,8 @@ NEAR = 1e-6
 LARGEST = 1e9  # size
 MOST = 1000  # calls of a region
 WHOLE = (torch.int64, torch.int32)
+# Operators of others are not run: a collective would wait for other processes.
+PURE = ("aten", "prims", "mla_fx", "quantized_decomposed")
 ROUNDS = frozenset({aten.round.default, aten.trunc.default, aten.floor.default})
 SHIFTS = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
 AVERAGES = frozenset({"mean", "std", "var", "var_mean"})
@@ -197,8 +199,9 @@ def _collect(values: Iterable[Any], sizes: set[int]) -> None:
 
 
 def _origins(source: Node) -> Iterable[Node]:
-    """The values that are drawn for one that a plan reads: itself, or what codes are rounded from. None for other whole
-    numbers: these are computed from the graph's inputs, because a plan may rest on how they depend on each other."""
+    """The values that are drawn for one that a plan reads: itself, or what codes are rounded from, if that runs. None
+    for other whole numbers: these are computed from the graph's inputs, because a plan may rest on how they depend on
+    each other."""
     value = source.meta.get("val")
     if source.op != "call_function" or not isinstance(value, Tensor):
         return ()
@@ -210,8 +213,12 @@ def _origins(source: Node) -> Iterable[Node]:
             break
         (node,) = operands
     if is_rounded:
-        return map(_uncast, _tensors(node))
+        return (source,) if _is_of_others(node) else map(_uncast, _tensors(node))
     return (source,) if value.is_floating_point() else ()
+
+
+def _is_of_others(result: Node) -> bool:
+    return any(getattr(call.target, "namespace", PURE[0]) not in PURE for call in result.all_input_nodes)
 
 
 def _tensors(node: Node) -> list[Node]:

@@ -14,14 +14,16 @@ from mla_fx.debug.report import Miss
 from mla_fx.errors import ByDesign, NoMatch
 from mla_fx.graph.provenance import ORIGINS, fused_name, module_of, note_sources, source_of
 from mla_fx.graph.torch_compilers import is_bisected_out
+from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.readings.calls import noting
-from mla_fx.rewriting.draft import Change, Draft, fake_of
+from mla_fx.rewriting.draft import Change, Draft, in_order
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.plan import Plan
 from mla_fx.rewriting.replacement import change_of, check_nothing_is_lost, fitted
 from mla_fx.rule import Rule
 
+from .lower import lowered, told, unlowered
 from .prove import apply
 from .repeat import Recipe, recipe, replay
 from .run import Run
@@ -163,23 +165,37 @@ def _check_loss(plan: Change) -> set[Node]:
 
 
 def _ask_target(run: Run, rule: Rule, plan: Change) -> None:
-    """Raises NoMatch if the target refuses a call of a rule that yields to it."""
-    for call in plan.fused if rule.yields_to_target else ():
-        _ask_about(run, call)
+    """Raises NoMatch if the target refuses a call. A rule that yields to the target takes no body for its lowering."""
+    for call in plan.fused:
+        try:
+            _ask_about(run, call)
+        except NoMatch as refusal:
+            if run.target.runs_operators or (rule.yields_to_target and call.target in run.lowerings):
+                raise ByDesign(f"target {run.target.name!r}: {refusal.reason}") from refusal
+            _ask_about_body(run, call, refusal.reason)
 
 
 def _ask_about(run: Run, call: Draft) -> None:
-    name = fused_name(call)
-    if name is not None and name in run.target.left_out:
-        raise ByDesign(f"target {run.target.name!r}: {run.target.left_out[name]}")
-    lowering = run.lowerings.get(call.target)
-    would_copy = not run.target.writes_in_place and _updates_codes(call)
-    if lowering is None or (run.target.runs_operators and not would_copy):
-        return
+    """Raises NoMatch if the target leaves a call out, or neither lowers nor runs it."""
+    reason, lowering = run.target.left_out.get(fused_name(call) or ""), run.lowerings.get(call.target)
+    if reason is not None:
+        raise NoMatch(reason)
+    would_copy = lowering is not None and not run.target.writes_in_place and _updates_codes(call)
+    if not run.target.runs_operators or would_copy:
+        lowered(call, lowering or unlowered)
+
+
+def _ask_about_body(run: Run, call: Draft, reason: str) -> None:
+    """Raises NoMatch if the target does not take the operator's body in place of a call."""
+    refused = f"target {run.target.name!r} cannot run {fused_name(call)}: {reason}, and its body"
     try:
-        lowering(*fake_of(call.args), **{name: fake_of(value) for name, value in call.kwargs.items()})
-    except NoMatch as refusal:
-        raise ByDesign(f"target {run.target.name!r}: {refusal.reason}") from refusal
+        body = lowered(call, run.target.bodies().get(call.target, unlowered))
+        results = run.emit.inlined(body, *call.args, decompositions=run.target.decompositions(), **call.kwargs)
+    except Exception as error:  # a user's own body may raise any
+        raise ByDesign(f"{refused} cannot be inlined: {told(error)}") from error
+    for target in {one.target for one in in_order(tree_leaves(results))} - {one.target for one in in_order([call])}:
+        if isinstance(target, OpOverload) and not run.target.takes(target):
+            raise ByDesign(f"{refused} calls {target}, which its graphs do not take")
 
 
 def _updates_codes(call: Draft) -> bool:

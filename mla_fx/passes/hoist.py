@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from mla_fx.graph.torch_private import (
 )
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
-from mla_fx.readings.sizes import Size, size_of
+from mla_fx.readings.sizes import size_of
 from mla_fx.readings.views import RESHAPES, shape_of
 from mla_fx.rewriting.draft import Change, Draft
 from mla_fx.rewriting.emitter import Apply, Emitter
@@ -84,9 +84,10 @@ def hoist(graph: Graph, weights: Set[Node], apply: Apply) -> Hoisted:
     places = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     written_inputs = {owner(operand) for node in graph.nodes for operand in written(node)}
     for source in written_inputs & places.keys():
-        sizes = _take_viewed(graph, source)
-        if sizes is not None:
-            prepared.views[places[source]] = sizes
+        with contextlib.suppress(NoMatch):  # the input keeps its shape
+            sizes = _take_viewed(emit, source, apply)
+            if sizes is not None:
+                prepared.views[places[source]] = sizes
     if not places:
         return prepared
     inputs: dict[int, Draft] = {}
@@ -194,7 +195,7 @@ def _drop_copies(emit: Emitter, apply: Apply) -> None:
                 apply(emit, "hoisting", Change.of([(copy, source)], {source}))
 
 
-def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
+def _take_viewed(emit: Emitter, source: Node, apply: Apply) -> list[int] | None:
     """Give an input the shape in which an operator reads it; return that shape, or None if this is not possible.
 
     Otherwise a compiler would see a view that is copied, written, and copied back through another view."""
@@ -205,30 +206,36 @@ def _take_viewed(graph: Graph, source: Node) -> list[int] | None:
     view = next((view for view in _views(source) if _is_given(view, result)), None)
     if view is None or view.target not in RESHAPES:
         return None
-    before, asked = shape_of(source), args_of(view)[1]
+    for plan in sizes_of_inputs(source.users):
+        apply(emit, "hoisting", plan)
+    asked = args_of(view)[1]
     sizes = [size if isinstance(size, int) else -1 for size in asked]
-    others = [user for user in source.users if user is not copies[0] and user.target not in RESHAPES]
-    asking = [user for user in others if user.target is aten.sym_size.int]
-    counted = [size_without_asking(graph, before[args_of(user)[1]]) for user in asking]
-    if sizes.count(-1) > 1 or len(counted) < len(others) or None in counted:
+    if sizes.count(-1) > 1 or any(user.target not in RESHAPES for user in source.users.keys() - {*copies}):
         return None
-    for user, size in zip(others, counted, strict=True):
-        user.replace_all_uses_with(size)
+    meta = {"val": _of_shape(source.meta["val"], sizes)}
+    given = Draft(view.target, (source, asked), {}, view.meta["val"], meta=meta, is_input=True)
     alike = [node for node in _views(source) if node.target in RESHAPES and args_of(node)[1] == asked]
-    source.meta["val"] = _of_shape(source.meta["val"], sizes)
-    for node in alike:
-        node.replace_all_uses_with(source)
-    copies[0].args = (source, result, *copies[0].args[2:])
+    others = [node for node in source.users if node not in (*copies, *alike)]
+    pairs = [(node, given) for node in alike]
+    pairs += [(node, Draft(node.target, (given, args_of(node)[1]), {}, node.meta["val"])) for node in others]
+    apply(emit, "hoisting", Change.of([*pairs, _written(copies[0], given, result)], {result}))
     return sizes
 
 
-def size_without_asking(graph: Graph, size: Size) -> Any:
-    """A size without a call of sym_size: a number, or the graph input that is this symbol; None if there is none."""
-    inputs = graph.find_nodes(op="placeholder")
-    symbols = (node for node in inputs if isinstance(node.meta["val"], torch.SymInt))
-    return (
-        size if isinstance(size, int) else next((node for node in symbols if size_of(node.meta["val"]) == size), None)
-    )
+def _written(copy: Node, given: Draft, result: Node) -> tuple[Node, Draft]:
+    """A copy to an input, and the copy to that input in another shape."""
+    write = Draft(copy.target, (given, result, *copy.args[2:]), {}, given.value, meta=copy.meta)
+    return copy, Draft(aten.view_as.default, (write, args_of(copy)[1]), {}, copy.meta["val"])
+
+
+def sizes_of_inputs(calls: Iterable[Node]) -> Iterator[Change]:
+    """The inputs that hold what some of the calls ask for: sizes."""
+    for node in [call for call in calls if call.target is aten.sym_size.int]:
+        inputs = node.graph.find_nodes(op="placeholder")
+        symbols = (value for value in inputs if isinstance(value.meta["val"], torch.SymInt))
+        held = next((value for value in symbols if size_of(value.meta["val"]) == size_of(node.meta["val"])), None)
+        if held is not None:
+            yield Change.of([(node, held)], {held})
 
 
 def _of_shape(value: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
-from mla_fx.ops import catalogue
+from mla_fx.ops.common.define import NAMESPACE
 from mla_fx.readings.calls import CASTS, args_of
 from mla_fx.readings.element import is_parameter
 from mla_fx.readings.views import RESHAPES
@@ -32,23 +32,24 @@ def lower(
     apply: Apply,
     bodies: Mapping[OpOverload, Lowering],
 ) -> Counter[str]:
-    """Replace calls by plain functions: those of `lowerings`, or of `bodies` where these refuse. A call whose plan is
-    refused stays.
+    """Replace calls by plain functions: those of `lowerings`, or of `bodies` where there are none, or these refuse. A
+    call whose plan is refused stays.
 
     Returns notes for the report with their counts: why calls were not lowered, and how plain operators are computed."""
     emit, notes = Emitter(graph), Counter[str]()
-    own = {form for entry in catalogue().values() for form in (entry.overload, entry.host)}
-    for operator, lowering in {**bodies, **lowerings}.items():
+    for operator in {**bodies, **lowerings}:
+        lowering, is_fused = lowerings.get(operator, unlowered), operator.namespace == NAMESPACE
+        faults = NoMatch if operator in lowerings else Exception  # of a user's own body
         for node in graph.find_nodes(op="call_function", target=operator):
             operands: Sequence[Any] = args_of(node)
             known: dict[str, Any] = {}
-            if operator not in own:
+            if not is_fused:
                 known["are_parameters"] = [_is_parameter(operand) for operand in operands]
                 operands = [_stored(emit, operand) for operand in operands]
             function, refusal = _asked(node, lowering, operands, known)
             if refusal is not None and operator in bodies:
                 function, _ = _asked(node, bodies[operator], operands, {})
-            if refusal is not None and operator in own:
+            if refusal is not None and is_fused:
                 outcome = "stays a call" if function is None else "becomes its body"
                 notes[f"{operator._opname} {outcome}: {refusal.reason}"] += 1
             if function is None:
@@ -62,12 +63,20 @@ def lower(
                     read = {value for operand in tree_leaves(operands) if isinstance(value := _read(operand), Node)}
                     plan = Change.of(_pairs(node, results), read)
                     apply(emit, f"the lowering of {operator._opname}", plan)
-            except NoMatch as refuted:
-                notes[f"{operator._opname} stays a call: {refuted.reason}"] += 1
+            except faults as error:
+                notes[f"{operator._opname} stays a call: {told(error)}"] += 1
                 continue
-            if operator not in own:
+            if not is_fused:
                 notes[f"{operator._opname} is computed as {function.__name__}"] += 1
     return notes
+
+
+def told(error: Exception) -> str:
+    return error.reason if isinstance(error, NoMatch) else f"{type(error).__name__}: {error}"
+
+
+def unlowered(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NoMatch("it has no lowering")
 
 
 def _pairs(node: Node, results: Any) -> list[tuple[Node, Draft | Node]]:
@@ -111,8 +120,8 @@ def _asked(
         return None, refusal
 
 
-def lowered(node: Node, lowering: Lowering, operands: Sequence[Any] | None = None) -> Compiled:
+def lowered(call: Node | Draft, lowering: Lowering, operands: Sequence[Any] | None = None) -> Compiled:
     """The target's function for a call, chosen from the fake values of its arguments, or of `operands` in their place.
     Raises NoMatch if it refuses."""
-    options = {name: fake_of(value) for name, value in node.kwargs.items()}
-    return lowering(*map(fake_of, args_of(node) if operands is None else operands), **options)
+    options = {name: fake_of(value) for name, value in call.kwargs.items()}
+    return lowering(*map(fake_of, call.args if operands is None else operands), **options)

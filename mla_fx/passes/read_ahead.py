@@ -7,7 +7,7 @@ graph are copied to the host at once."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,10 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, unknown_number
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
-from mla_fx.readings.sizes import size_of
 from mla_fx.rewriting.draft import Change, Draft
 from mla_fx.rewriting.emitter import Apply, Emitter
 
-from .hoist import function_of, is_fixed, key_of, size_without_asking
+from .hoist import function_of, is_fixed, key_of, sizes_of_inputs
 
 
 @dataclass
@@ -57,7 +56,7 @@ def read_ahead(graph: Graph, operators: Set[str], apply: Apply) -> HostNumbers:
     is refused is computed at each call."""
     emit, found, inputs = Emitter(graph), HostNumbers(), graph.find_nodes(op="placeholder")
     calls = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target._opname in operators]
-    for plan in _sizes_of_inputs(graph) if calls else ():
+    for plan in sizes_of_inputs(graph.nodes) if calls else ():
         with contextlib.suppress(NoMatch):
             apply(emit, "reading ahead", plan)
     keys: dict[Node, int] = {}
@@ -79,14 +78,6 @@ def read_ahead(graph: Graph, operators: Set[str], apply: Apply) -> HostNumbers:
                 added[place] = number
                 found.places.append(place)
     return found
-
-
-def _sizes_of_inputs(graph: Graph) -> Iterator[Change]:
-    """The inputs that hold sizes of computed values."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
-        held = size_without_asking(graph, size_of(node.meta["val"]))
-        if isinstance(held, Node):
-            yield Change.of([(node, held)], {held})
 
 
 def _is_determined(call: Node) -> bool:

@@ -14,7 +14,7 @@ from mla_fx.graph.provenance import fused_name
 
 class Draft:
     """A call on nodes, other drafts and constants. Drafts compare by identity. If it `is_input`, its result becomes a
-    graph input, which is computed before the graph runs."""
+    graph input, which is computed before the graph runs; a view of an input takes the place of that input."""
 
     __slots__ = ("args", "is_input", "kwargs", "meta", "name", "operands", "target", "value")
 

@@ -16,12 +16,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.aliasing import written
 from mla_fx.graph.dead_code import erase_unread
 from mla_fx.graph.provenance import RULE, fused_name, inherit_sources, stand_in
 from mla_fx.graph.torch_private import share_storage
 from mla_fx.graph.walk import nearest_first
 from mla_fx.readings.sizes import Size, size_of
-from mla_fx.readings.views import shape_of
+from mla_fx.readings.views import RESHAPES, shape_of
 
 from .draft import Change, Draft, is_value, value_of
 from .fake_values import FakeValues, hashable
@@ -135,19 +136,24 @@ class Emitter:
     def apply(self, plan: Change) -> list[Node]:
         """Add the calls, replace every old value by its new one, and erase dead code; return the erased nodes in order.
 
-        Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one."""
+        Raises NoMatch, and changes nothing, if the new values cannot be computed before the first old one. A write is
+        replaced where it is."""
         if not plan.replacements:  # of a call that nothing reads
             return []
-        first = min(plan.olds)
-        for node in _needed([new for _, new in plan.replacements], set(plan.olds), first):
+        moved = {old: new for old, new in plan.replacements if not written(old)}
+        first, news = min(moved), list[tuple[Node, Node]]()
+        for node in _needed([*moved.values()], set(plan.olds), first):
             first.prepend(node)
-        with self.before(first):
-            news = [(old, self._node(new)) for old, new in plan.replacements]
+        for old, new in plan.replacements:
+            with self.before(first if old in moved else old):
+                news.append((old, self._node(new)))
         for dropped in plan.dropped:
             self.graph.erase_node(dropped)
         for old, new in news:
             stand_in(new, old)
             old.replace_all_uses_with(new, lambda user: plan.readers is None or user in plan.readers)
+        for write in set(plan.olds) - moved.keys():
+            self.graph.erase_node(write)
         return erase_unread(plan.olds)
 
     def _node(self, part: Draft | Node) -> Node:
@@ -184,6 +190,9 @@ class Emitter:
         return node
 
     def _input(self, part: Draft) -> Node:
+        if part.target in RESHAPES and isinstance(source := part.operands[0], Node):
+            source.meta |= part.meta
+            return source
         with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
             node = self.graph.placeholder(str(part.name))
         node.target = node.name  # torchair names inputs by the one, and what reads them by the other
@@ -237,7 +246,9 @@ def _needed(news: Sequence[Draft | Node], olds: Set[Node], first: Node) -> list[
         return isinstance(part, Node) and part < first
 
     def operands(part: Draft | Node) -> list[Draft | Node]:
-        return part.operands if isinstance(part, Draft) else [*part.all_input_nodes]
+        if isinstance(part, Draft):
+            return [] if part.is_input else part.operands
+        return [*part.all_input_nodes]
 
     parts = nearest_first(news, operands, is_before)
     found = [part for part in parts if isinstance(part, Node) and not is_before(part)]

@@ -78,8 +78,8 @@ class Rule:
     pattern: ClassVar[Root]
     accepts: ClassVar[Sequence[Case]] = ()
     rejects: ClassVar[Sequence[Case]] = ()
-    yields_to_target: ClassVar[bool] = False
-    """Whether the rule refuses if the target refuses its operator, so that a smaller fusion can be tried."""
+    yields_to_target: ClassVar[bool] = True
+    """Whether the rule refuses if the target's lowering refuses, so that a smaller fusion can be tried."""
 
     tells_misses: ClassVar[bool] = True
     """Whether a user may want to know where it almost applied."""

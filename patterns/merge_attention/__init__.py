@@ -44,7 +44,6 @@ NOT_SHARES = "parts are not weighted by the shares that their logarithms give th
 class MergeAttention(Rule):
     stage = "attention"
     after = ("mla_attention",)
-    yields_to_target = True
     accepts: ClassVar[Sequence[Case]] = (
         Case("softmax", cases.Parts, FUSED),
         Case("exponentials", cases.Exponentials, FUSED),

@@ -138,6 +138,7 @@ ONE_EACH = {"mla_prolog": 1, "latent_attention": 1}
 class MlaAttention(Rule):
     stage: ClassVar[str] = "attention"
     after: ClassVar[Sequence[str]] = ("mla_attention_lse",)
+    yields_to_target: ClassVar[bool] = False
     accepts: ClassVar[Sequence[Case]] = (
         Case("keys joined by cat", Layer, ONE_EACH),
         Case("keys written into an empty tensor", cases.WrittenKeys, ONE_EACH),

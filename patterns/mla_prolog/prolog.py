@@ -82,7 +82,6 @@ class Prolog(Rule):
 
     stage = "prolog"
     targets = LATENT_ATTENTION
-    yields_to_target = True
 
     def rewrite(self, match: Match) -> Plan:
         layer = self.layer(match)

@@ -62,7 +62,6 @@ ONE = {"paged_attention": 1}
 class PagedAttention(Rule):
     stage = "attention"
     after = ("mla_attention",)  # which also reads one latent for all heads in blocks
-    yields_to_target = True
     accepts = (
         Case("heads repeated", cases.Serving, ONE),
         Case("scaled_dot_product_attention", cases.Fused, ONE),

@@ -41,7 +41,6 @@ class PagedContext(Rule):
     stage = "context"
     targets = ATTENTION
     pattern = CallPattern(CACHES, fixed="bt")
-    yields_to_target = True
     accepts = (Case("blocks looked up", cases.Gathered, {"mla_prolog": 1, "latent_attention": 1}),)
     rejects = (Case("two tables", cases.OtherTable, because="looked up by different tables"),)
 

@@ -161,11 +161,6 @@ REFUSED = {
         "query has N = 3; SparseFlashAttention takes 1, 2, 4",
     ),
     "sinks": ("sparse_latent_attention", spoiled(attention_call, 7, lambda _: torch.zeros(HEADS)), "sinks are given"),
-    "prompts": (
-        "sparse_mla_attention",
-        next(catalogue()["sparse_mla_attention"].samples(BF16))[1:],
-        "no kernel attends to chosen keys with queries that are not absorbed",
-    ),
 }
 
 

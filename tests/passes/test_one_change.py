@@ -3,17 +3,15 @@
 import pytest
 import torch
 from lib.comparing import check_same, with_backend
+from lib.watched import Watch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import mla_fx
 from mla_fx import cases
 from mla_fx.driver.compilation import Compilation
-from mla_fx.graph.aliasing import written
 from mla_fx.passes import prove
 from mla_fx.passes.pipeline import PIPELINE
-from mla_fx.passes.run import Pass
-from mla_fx.rewriting.emitter import Emitter
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 OPS, F16 = torch.ops.mla_fx, torch.float16
@@ -104,47 +102,6 @@ def test_a_refuted_write_in_place_stays_a_copy_and_all_else_stays_fused(monkeypa
 
 
 # --- no pass changes a graph before a proof ---------------------------------------------------------------------------
-
-
-def live(graph):
-    """What a graph computes and writes, as text."""
-    order, kept = list(graph.nodes), set()
-    for node in reversed(order):
-        if node.op != "call_function" or node in kept or written(node):
-            kept |= {node, *node.all_input_nodes}
-    return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in order if node in kept]
-
-
-class Watch:
-    """Every change of a graph is that of a plan that was proved just before, when the graph was as it had been."""
-
-    def __init__(self, patch):
-        self.before, self.proved, self.passes = None, None, set()
-        known, apply = prove._known, Emitter.apply
-
-        def proving(run, what, plan):
-            assert live(run.graph) == self.before, f"{what}: the graph changed before the proof"
-            self.proved = plan
-            return known(run, what, plan)
-
-        def applying(emit, plan):
-            assert plan is self.proved
-            assert live(emit.graph) == self.before, "the graph changed after the proof"
-            erased = apply(emit, plan)
-            self.before = live(emit.graph)
-            return erased
-
-        patch.setattr(prove, "_known", proving)
-        patch.setattr(Emitter, "apply", applying)
-
-    def step(self, step):
-        def run_pass(run):
-            self.before = before = live(run.graph)
-            step.apply(run)
-            assert live(run.graph) == self.before, f"{step.name} changed the graph without a proof"
-            self.passes |= {step.name} if self.before != before else set()
-
-        return Pass(step.name, run_pass, step.is_optional)
 
 
 WAYS = [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mla_fx.lowering.ascend.host_numbers import READ, on_host
+from mla_fx.lowering.ascend.lengths import READ, on_host
 from mla_fx.lowering.ascend.surface import Surface
 
 from mla_fx.graph.torch_private import make_fx

@@ -47,6 +47,9 @@ class Operator:
     inplace_host: OpOverload | None
 
 
+OPERATORS: dict[OpOverload, Operator] = {}  # those of this project and those of users
+
+
 def define(
     name: str,
     record: type[Record],
@@ -100,7 +103,8 @@ def define(
         inplace, inplace_host = _register(
             f"{name}_", whole, *kernels, list(kept.values()), tuple(writes.values()), forms
         )
-    return Operator(name, overload, meaning, samples, inplace, host, inplace_host)
+    OPERATORS[overload] = Operator(name, overload, meaning, samples, inplace, host, inplace_host)
+    return OPERATORS[overload]
 
 
 @functools.cache

@@ -16,14 +16,12 @@ from lib.ascend_calls import (
     index,
     lower,
     make,
-    module_of,
     named,
     prolog_weights,
 )
 from mla_fx.lowering.ascend.surface import Surface
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import unset_fake_temporarily
 
 pytestmark = pytest.mark.usefixtures("mode")
@@ -385,8 +383,3 @@ def test_the_kernel_with_v_is_not_on_newer_chips():
     assert lower("kv_rmsnorm_rope_cache", newer, **with_v()) == (
         "v is given; KvRmsNormRopeCache of CANN 9.0.0 takes none on Ascend950PR"
     )
-
-
-def test_pypto_alone_has_mla_prolog_quant():
-    with pytest.raises(NoMatch, match="torch_npu has no such operator"):
-        module_of("mla_prolog_quant").lower(A2, None)
