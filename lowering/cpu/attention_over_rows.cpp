@@ -333,16 +333,14 @@ class Attention {
 
   void run() {
     const int64_t tasks = sets * groups * parts;
-#pragma omp parallel
-    {
+    on_threads([&](auto& next) {
       Scratch scratch(*this);
-#pragma omp for schedule(dynamic)
-      for (int64_t task = 0; task < tasks; ++task) {
+      for (int64_t task; (task = next++) < tasks;) {
         const int64_t number = task / parts / groups, first = task / parts % groups * group;
         const int64_t last = std::min(tokens(set(number).b) * H, first + group);
         if (first < last) run_task(number, first, last, task % parts, scratch);
       }
-    }
+    });
     if (parts == 1) return;
 #pragma omp parallel for
     for (int64_t row = 0; row < sets * M; ++row)
@@ -351,20 +349,21 @@ class Attention {
 };
 
 template <typename Stored, bool pairs>
-int attend(const Call& call) {
+void attend(const Call& call) {
   Attention<Stored, pairs> attention(call);
-  if (attention.names_no_page()) return 1;
+  if (attention.names_no_page()) throw Failure{1};
   attention.run();
-  return 0;
 }
 
 }  // namespace
 
-// `dtype` of the pool: 0 is float32, 1 bfloat16, 2 float16. Returns 1, and reads nothing, if a
-// number in the table names no page; otherwise 0.
-extern "C" int attention_over_rows(const Call* call, int64_t dtype) {
-  if (dtype == 0) return attend<float, false>(*call);
-  if (dtype == 2) return attend<Half, false>(*call);
-  if (multiplies_pairs()) return attend<BFloat16, true>(*call);
-  return attend<BFloat16, false>(*call);
+// `dtype` of the pool: 0 is float32, 1 bfloat16, 2 float16. Returns 1, and reads nothing, if a number in the table names
+// no page.
+extern "C" int64_t attention_over_rows(const Call* call, int64_t dtype) {
+  return code_of([=] {
+    if (dtype == 0) return attend<float, false>(*call);
+    if (dtype == 2) return attend<Half, false>(*call);
+    if (multiplies_pairs()) return attend<BFloat16, true>(*call);
+    return attend<BFloat16, false>(*call);
+  });
 }
