@@ -302,12 +302,12 @@ class Attention {
     const int64_t m = row % M, n = of.n + m % H, first = a.starts ? start(of.b) : of.b * a.S;
     const int64_t to = (first + m / H) * a.N + n;
     const float most = static_cast<float>(a.most);
-    reinterpret_cast<float*>(a.lse)[to] = total == 0 ? NOTHING : maximum + std::log(total / most);
+    reinterpret_cast<float*>(a.lse)[to] = std::isinf(maximum) ? maximum : maximum + std::log(total / most);
     float factor = total == 0 ? 0 : 1 / total;
     if (a.sinks) {
       const float sink = reinterpret_cast<const float*>(a.sinks)[n], now = higher(sink, maximum);
       const float shrink = now == NOTHING ? 0 : std::exp(maximum - now);
-      factor = shrink == 0 ? 0 : shrink / (total * shrink + std::exp(sink - now) * most);
+      factor = now == NOTHING ? 0 : shrink / (total * shrink + std::exp(sink - now) * most);
     }
     multiply(sum, factor, a.V);
     copy(sum, reinterpret_cast<Stored*>(a.out) + to * a.V, a.V);

@@ -82,6 +82,7 @@ inline int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1)
 
 template <typename From, typename To>
 void copy(const From* from, To* to, int64_t count) {
+  if (count == 0) return;  // there may be no memory
   if constexpr (std::is_same_v<From, To>) {
     std::memcpy(to, from, count * sizeof(To));
   } else {

@@ -1,6 +1,7 @@
 """Memory that a C++ kernel cannot have is a Python error, which says how much it is: on the thread of the call, and on
-those of a parallel region, which no exception may leave."""
+those of a parallel region, which no exception may leave. Where there is no rotary part, a kernel copies no memory."""
 
+import os
 import subprocess
 import sys
 
@@ -62,3 +63,15 @@ def test_memory_that_the_system_does_not_give_is_an_error(name):
     script = f"{BEGIN}\nlimited(*({call}), {free})\n"
     done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True)
     assert done.stdout == f"{kernel} takes {size} bytes of memory at once, which the system does not give.\n"
+
+
+@pytest.mark.slow
+def test_no_rotary_part_is_not_copied(tmp_path):
+    """A compiler's checks stop the process at a copy from nowhere, even of no bytes."""
+    compiler = tmp_path / "checked"
+    flags = "-fsanitize=nonnull-attribute -fsanitize-undefined-trap-on-error"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} "$@" {flags}\n', encoding="utf-8")
+    compiler.chmod(0o755)
+    script = f"{BEGIN}\nassert bool(attend(2, 64)().isfinite().all()) and attention_over_rows.is_built()\n"
+    own = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | own)
