@@ -47,7 +47,7 @@ def check_means_body(run, a):
 
 
 def check_infinities(run, dtype):
-    """Of sinks and of scores, and NaN where the softmax of the body is: both results, in parts of a context, too."""
+    """Infinite sinks and scores give NaN where the softmax of the body does: both results, in parts of a context."""
     tokens, keys = torch.arange(3).unsqueeze(-1), torch.arange(640)
     added = torch.where(keys < 90 * tokens, 0.25, -torch.inf)  # the first token sees nothing
     late = added.masked_fill((keys == 600) & (tokens != 1), torch.inf)

@@ -103,7 +103,7 @@ def test_an_index_of_the_next_sequence_is_an_error(number, is_paged):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_paged", [False, True], ids=["flat", "pages"])
 def test_loops_refuse_an_index_of_the_next_sequence(is_paged):
-    """As they refuse a number in a table that names no block: no kernel is for float64."""
+    """No kernel is for float64. Loops refuse a number in a table that names no block alike."""
     right = doubled(call(1, is_paged=is_paged))
     found, code = compiled_call(sparse_latent_attention.operator, right)
     assert KERNEL not in code and error(found, sparse_latent_attention.body(right)) <= 1e-12
