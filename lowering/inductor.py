@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from mla_fx.comparing.behind import behind
 from mla_fx.errors import NoMatch, OptionError
 from mla_fx.graph.torch_compilers import (
     compile_fx,
@@ -43,8 +42,8 @@ KERNELS = "kernels"
 OWN = frozenset((DOT_PRODUCTS, KERNELS))
 HALVES = (torch.bfloat16, torch.float16)
 CODES = (torch.int8, torch.uint8)
-SLICES = frozenset({aten.slice_scatter.default, aten.select_scatter.default})
-UPDATES = SLICES | {aten.index_put.default, aten._unsafe_index_put.default}
+INDEXED = aten.index_put.default, aten._unsafe_index_put.default
+UPDATES = *INDEXED, aten.slice_scatter.default, aten.select_scatter.default
 FEW_ROWS = 8  # measured: with more, the library is faster despite its copies
 MOST_STREAMS = 8  # measured, for weights of 16 bits; half as many for 8 bits
 SMALL = 2**12  # multiplications; a loop takes about 40 ms more to compile, and saves about 3 us per call
@@ -107,7 +106,7 @@ class Inductor(Target):
         written before: its scheduler looks for reads by the buffer's first name. It leaves views alone."""
         for copy in emit.graph.find_nodes(op="call_function", target=aten.copy_.default):
             source, value = copy.args
-            for update in [] if _is_only_updated(value, source) else [*source.users]:
+            for update in [] if value.target in UPDATES else [*source.users]:
                 if update.target in UPDATES and update.args[0] is source:
                     view = emit.call(aten.expand.default, source, [-1] * source.meta["val"].dim())
                     new = emit.call(update.target, view, *update.args[1:], **update.kwargs)
@@ -261,16 +260,6 @@ def _of_heads(rows: Tensor, weights: Tensor) -> Compiled:
     if weights.stride(1) != 1:
         raise NoMatch("a library copies such weights fast enough")
     return products_of_copies
-
-
-def _is_only_updated(value: Any, source: Node) -> bool:
-    """Whether a value is an input with some of its rows replaced, and no slice is computed from an earlier update."""
-    updates = list[Node]()
-    while value.target in UPDATES:
-        updates.append(value)
-        value = value.args[0]
-    slices: list[Any] = [update.args[1] for update in updates if update.target in SLICES]
-    return value is source and not any(node in updates for node in behind(slices))
 
 
 def _are_narrow(rows: Tensor, weights: Tensor) -> bool:

@@ -332,6 +332,7 @@ class Attention {
   }
 
   void run() {
+    if (names_no_page()) throw Failure{1};
     const int64_t tasks = sets * groups * parts;
     on_threads([&](auto& next) {
       Scratch scratch(*this);
@@ -348,22 +349,9 @@ class Attention {
   }
 };
 
-template <typename Stored, bool pairs>
-void attend(const Call& call) {
-  Attention<Stored, pairs> attention(call);
-  if (attention.names_no_page()) throw Failure{1};
-  attention.run();
-}
-
 }  // namespace
 
-// `dtype` of the pool: 0 is float32, 1 bfloat16, 2 float16. Returns 1, and reads nothing, if a number in the table names
-// no page.
+// `dtype` of the pool. Returns 1, and reads nothing, if a number in the table names no page.
 extern "C" int64_t attention_over_rows(const Call* call, int64_t dtype) {
-  return code_of([=] {
-    if (dtype == 0) return attend<float, false>(*call);
-    if (dtype == 2) return attend<Half, false>(*call);
-    if (multiplies_pairs()) return attend<BFloat16, true>(*call);
-    return attend<BFloat16, false>(*call);
-  });
+  return run_for<Attention>(dtype, *call);
 }

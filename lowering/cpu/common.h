@@ -205,5 +205,16 @@ struct ProductForm {
   static int64_t values_row(int64_t W, int64_t R) { return pairs ? R : W; }
 };
 
+// Runs a kernel of rows that are stored in a dtype: 0 is float32, 1 bfloat16, 2 float16.
+template <template <typename Stored, bool pairs> class Kernel, typename Call>
+int64_t run_for(int64_t dtype, const Call& call) {
+  return code_of([&] {
+    if (dtype == 0) Kernel<float, false>(call).run();
+    else if (dtype == 2) Kernel<Half, false>(call).run();
+    else if (multiplies_pairs()) Kernel<BFloat16, true>(call).run();
+    else Kernel<BFloat16, false>(call).run();
+  });
+}
+
 }  // namespace
 

@@ -135,12 +135,5 @@ class Scores {
 
 }  // namespace
 
-// `dtype` of queries and keys: 0 is float32, 1 bfloat16, 2 float16. Page numbers must be checked.
-extern "C" int64_t index_scores(const Call* call, int64_t dtype) {
-  return code_of([=] {
-    if (dtype == 0) return Scores<float, false>(*call).run();
-    if (dtype == 2) return Scores<Half, false>(*call).run();
-    if (multiplies_pairs()) return Scores<BFloat16, true>(*call).run();
-    return Scores<BFloat16, false>(*call).run();
-  });
-}
+// `dtype` of queries and keys. Page numbers must be checked.
+extern "C" int64_t index_scores(const Call* call, int64_t dtype) { return run_for<Scores>(dtype, *call); }

@@ -218,14 +218,9 @@ class Verification:
         if self.options.get("target") != "inductor":
             return None
         given = in_copies(call.inputs, [call.inputs[place] for place in call.plain.written])
-
-        @torch.no_grad()
-        def outputs() -> Sequence[Any]:
-            found: Sequence[Any] = compile_fx(self.unfused, given, compile_fx_inner, {}, None)(*given)
-            return found
-
         with ThreadPoolExecutor(1) as thread:  # without the modes of compiled code
-            found = [*thread.submit(outputs).result(), *(given[place] for place in call.plain.written)][number]
+            compiling = thread.submit(torch.no_grad()(compile_fx), self.unfused, given, compile_fx_inner, {}, None)
+        found = [*compiling.result()(*given), *(given[place] for place in call.plain.written)][number]
         return closeness("", found, call.plain.all[number], call.exact.all[number])
 
     # --- results -----------------------------------------------------------------------------------------------------

@@ -105,9 +105,8 @@ def _scales(scales: Tensor | None, cache: Tensor | None) -> Tensor | None:
 def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
     """The rows of all contexts, or of all pages, that hold the keys [B, S, K]."""
     if a.block_table is None:
-        rows = keys.shape[0] * context  # there is none of this number
         first = context * torch.arange(keys.shape[0], device=keys.device).view(-1, 1, 1)
-        return torch.where(keys < context, keys + first, rows)
+        return torch.where(keys < context, keys + first, keys.shape[0] * context)  # or a row that is not there
     blocks, size = a.kv_cache.shape[:2]
     page = a.block_table.to(torch.int64).gather(1, (keys // size).flatten(1)).view(keys.shape)
     return page.remainder(blocks) * size + keys % size
