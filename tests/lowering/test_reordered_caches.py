@@ -8,7 +8,6 @@ from mla_fx.lowering.inductor import Inductor
 
 import mla_fx
 from mla_fx import cases
-from mla_fx.target import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_gradients", "seeded")]
 NOTE = "writes a copy, which Inductor would reorder while it reads it"
@@ -106,7 +105,7 @@ def test_inductor_has_the_fault_still():
 
 def test_verify_compares_with_stock(monkeypatch):
     """It names no rewrite where Inductor's code of the original graph is as wrong."""
-    monkeypatch.setattr(Inductor, "mended", Target.mended)
+    monkeypatch.setattr(Inductor, "mended", lambda *given: iter(()), raising=False)
     sentence = r"input kv_cache of the .* Stock Inductor differs here, too: from the unfused graph it makes 1\."
     with pytest.raises(mla_fx.VerificationError, match=sentence) as found:
         check(Reordered(ORDERS["roll"]), verify="first")
