@@ -135,8 +135,10 @@ def check_indices(a: Any, sizes: Sizes) -> None:
     check_letters(a, sizes, indices="B, S, 1, K")
     check_dtype("indices", a.indices, INTEGERS)
     check_numbers(a.indices, sizes["T"])
+    if not readable(a.indices):
+        return
     is_key = a.indices >= 0
-    if readable(a.indices) and bool((is_key[..., 1:] & ~is_key[..., :-1]).any()):
+    if bool((is_key[..., 1:] & ~is_key[..., :-1]).any()):
         raise ValueError("indices hold a key behind a negative number; negative numbers, which are no keys, come last.")
 
 
