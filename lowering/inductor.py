@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +29,8 @@ from mla_fx.graph.torch_compilers import (
     not_cached,
 )
 from mla_fx.graph.torch_private import OpOverload
+from mla_fx.rewriting.draft import Change
+from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
 from . import cpu, cuda, loops
@@ -40,6 +42,8 @@ KERNELS = "kernels"
 OWN = frozenset((DOT_PRODUCTS, KERNELS))
 HALVES = (torch.bfloat16, torch.float16)
 CODES = (torch.int8, torch.uint8)
+INDEXED = aten.index_put.default, aten._unsafe_index_put.default
+UPDATES = *INDEXED, aten.slice_scatter.default, aten.select_scatter.default
 FEW_ROWS = 8  # measured: with more, the library is faster despite its copies
 MOST_STREAMS = 8  # measured, for weights of 16 bits; half as many for 8 bits
 SMALL = 2**12  # multiplications; a loop takes about 40 ms more to compile, and saves about 3 us per call
@@ -94,6 +98,20 @@ class Inductor(Target):
             name: functools.partial(kernels, other)
             for name, other in {aten._int_mm.default: _of_one_row, **by_loops}.items()
         }
+
+    def mended(self, emit: Emitter) -> Iterator[tuple[str, Change]]:
+        """Updates of inputs that are reordered afterwards write copies.
+
+        Inductor lets both write the input, and fuses loops that read and write a buffer at different places if that was
+        written before: its scheduler looks for reads by the buffer's first name. It leaves views alone."""
+        for copy in emit.graph.find_nodes(op="call_function", target=aten.copy_.default):
+            source, value = copy.args
+            for update in [] if value.target in UPDATES else [*source.users]:
+                if update.target in UPDATES and update.args[0] is source:
+                    view = emit.call(aten.expand.default, source, [-1] * source.meta["val"].dim())
+                    new = emit.call(update.target, view, *update.args[1:], **update.kwargs)
+                    note = f"{update.target._opname} writes a copy, which Inductor would reorder while it reads it"
+                    yield note, Change.of([(update, new)], {*update.all_input_nodes})
 
     def decompositions(self) -> Mapping[Any, Compiled]:
         """Inductor's own, but with a batched product of one batch as a plain product, which has the better kernel."""

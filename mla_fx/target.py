@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from .errors import NoMatch, OptionError
 from .graph.torch_private import OpOverload
 from .ops import Operator, catalogue
 from .ops.common.define import NAMESPACE, OPERATORS, on_arguments
+
+if TYPE_CHECKING:
+    from .rewriting.draft import Change
+    from .rewriting.emitter import Emitter
 
 Compiled = Callable[..., Any]
 
@@ -178,6 +182,11 @@ class Target:
         """The lowering of plain operators, including the user's own, in graphs in which something fused. It also gets
         `are_parameters`: for each operand, whether it is a graph input or attribute, or a view of one."""
         return {}
+
+    def mended(self, emit: Emitter) -> Iterator[tuple[str, Change]]:
+        """Changes of plain calls, including the user's own, in graphs in which something fused, and what the report
+        says of them."""
+        return iter(())
 
     def remarks(self, graph: Graph) -> Iterable[str]:
         """What the report says of a graph in which something fused, once it is lowered."""

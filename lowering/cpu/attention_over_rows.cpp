@@ -302,12 +302,12 @@ class Attention {
     const int64_t m = row % M, n = of.n + m % H, first = a.starts ? start(of.b) : of.b * a.S;
     const int64_t to = (first + m / H) * a.N + n;
     const float most = static_cast<float>(a.most);
-    reinterpret_cast<float*>(a.lse)[to] = total == 0 ? NOTHING : maximum + std::log(total / most);
+    reinterpret_cast<float*>(a.lse)[to] = std::isinf(maximum) ? maximum : maximum + std::log(total / most);
     float factor = total == 0 ? 0 : 1 / total;
     if (a.sinks) {
       const float sink = reinterpret_cast<const float*>(a.sinks)[n], now = higher(sink, maximum);
       const float shrink = now == NOTHING ? 0 : std::exp(maximum - now);
-      factor = shrink == 0 ? 0 : shrink / (total * shrink + std::exp(sink - now) * most);
+      factor = now == NOTHING ? 0 : shrink / (total * shrink + std::exp(sink - now) * most);
     }
     multiply(sum, factor, a.V);
     copy(sum, reinterpret_cast<Stored*>(a.out) + to * a.V, a.V);
@@ -332,17 +332,16 @@ class Attention {
   }
 
   void run() {
+    if (names_no_page()) throw Failure{1};
     const int64_t tasks = sets * groups * parts;
-#pragma omp parallel
-    {
+    on_threads([&](auto& next) {
       Scratch scratch(*this);
-#pragma omp for schedule(dynamic)
-      for (int64_t task = 0; task < tasks; ++task) {
+      for (int64_t task; (task = next++) < tasks;) {
         const int64_t number = task / parts / groups, first = task / parts % groups * group;
         const int64_t last = std::min(tokens(set(number).b) * H, first + group);
         if (first < last) run_task(number, first, last, task % parts, scratch);
       }
-    }
+    });
     if (parts == 1) return;
 #pragma omp parallel for
     for (int64_t row = 0; row < sets * M; ++row)
@@ -350,21 +349,9 @@ class Attention {
   }
 };
 
-template <typename Stored, bool pairs>
-int attend(const Call& call) {
-  Attention<Stored, pairs> attention(call);
-  if (attention.names_no_page()) return 1;
-  attention.run();
-  return 0;
-}
-
 }  // namespace
 
-// `dtype` of the pool: 0 is float32, 1 bfloat16, 2 float16. Returns 1, and reads nothing, if a
-// number in the table names no page; otherwise 0.
-extern "C" int attention_over_rows(const Call* call, int64_t dtype) {
-  if (dtype == 0) return attend<float, false>(*call);
-  if (dtype == 2) return attend<Half, false>(*call);
-  if (multiplies_pairs()) return attend<BFloat16, true>(*call);
-  return attend<BFloat16, false>(*call);
+// `dtype` of the pool. Returns 1, and reads nothing, if a number in the table names no page.
+extern "C" int64_t attention_over_rows(const Call* call, int64_t dtype) {
+  return run_for<Attention>(dtype, *call);
 }

@@ -46,7 +46,7 @@ def is_built() -> bool:
 
 
 def _library() -> Any:
-    return built(__file__, "attention over pages")
+    return built(__file__, "attention over pages", "attention_over_rows")
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:

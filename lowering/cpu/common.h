@@ -6,6 +6,7 @@
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -22,10 +23,28 @@ using c10::Float8_e4m3fn;
 using c10::Float8_e5m2;
 using Lanes = at::vec::Vectorized<float>;
 
+// Why a kernel stops: 1 for what it was given, or the bytes that the system does not give it, as a negative number.
+struct Failure {
+  int64_t code;
+};
+
+// 0 for work that does not fail.
+template <typename Work>
+int64_t code_of(Work work) {
+  try {
+    work();
+    return 0;
+  } catch (const Failure& failure) {
+    return failure.code;
+  }
+}
+
 template <typename T>
 struct Buffer {
   explicit Buffer(int64_t count)
-      : memory(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 64) / 64 * 64)), std::free) {}
+      : memory(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 64) / 64 * 64)), std::free) {
+    if (!memory) throw Failure{-static_cast<int64_t>(count * sizeof(T))};
+  }
   T* get() const { return memory.get(); }
   std::unique_ptr<T, void (*)(void*)> memory;
 };
@@ -49,12 +68,21 @@ inline void pair_rows(const BFloat16* even, const BFloat16* odd, BFloat16* pairs
 #endif
 }
 
+// Calls `work(next)` on each thread; `next()` is the number of a task, or none from `tasks` on. A failure of a thread may
+// not leave a parallel region: PyTorch's throws it when all threads have ended.
+template <typename Work>
+void on_threads(Work work) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) { work(next); });
+}
+
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 inline int64_t rounded_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 template <typename From, typename To>
 void copy(const From* from, To* to, int64_t count) {
+  if (count == 0) return;  // there may be no memory
   if constexpr (std::is_same_v<From, To>) {
     std::memcpy(to, from, count * sizeof(To));
   } else {
@@ -176,6 +204,17 @@ struct ProductForm {
   }
   static int64_t values_row(int64_t W, int64_t R) { return pairs ? R : W; }
 };
+
+// Runs a kernel of rows that are stored in a dtype: 0 is float32, 1 bfloat16, 2 float16.
+template <template <typename Stored, bool pairs> class Kernel, typename Call>
+int64_t run_for(int64_t dtype, const Call& call) {
+  return code_of([&] {
+    if (dtype == 0) Kernel<float, false>(call).run();
+    else if (dtype == 2) Kernel<Half, false>(call).run();
+    else if (multiplies_pairs()) Kernel<BFloat16, true>(call).run();
+    else Kernel<BFloat16, false>(call).run();
+  });
+}
 
 }  // namespace
 

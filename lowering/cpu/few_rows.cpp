@@ -81,7 +81,7 @@ void tiles_by_columns(const Call<BFloat16>& call) {
 void tiles_by_rows(const Call<BFloat16>& call) {
 #pragma omp parallel
   {
-    Buffer<BFloat16> pairs(DEEP * WIDE);  // of neighbours in a column, [DEEP / 2, count, 2]
+    alignas(64) BFloat16 pairs[DEEP * WIDE];  // of neighbours in a column, [DEEP / 2, count, 2]
     each_block(call.sizes, WIDE, [&](int64_t b, int64_t first, int64_t count) {
       const Product<BFloat16> a(call, b);
       float sums[MOST_ROWS * WIDE];
@@ -89,9 +89,9 @@ void tiles_by_rows(const Call<BFloat16>& call) {
         const int64_t deep = std::min(DEEP, a.K - k);
         for (int64_t row = 0; row < deep; row += 2) {
           const BFloat16* even = a.weight + (k + row) * a.weight_next + first;
-          pair_rows(even, even + a.weight_next, pairs.get() + row * count, count);
+          pair_rows(even, even + a.weight_next, pairs + row * count, count);
         }
-        brgemm(a.M, count, deep, a.rows_m, count, count, k > 0, a.rows + k, pairs.get(), sums);
+        brgemm(a.M, count, deep, a.rows_m, count, count, k > 0, a.rows + k, pairs, sums);
       }
       for (int64_t m = 0; m < a.M; ++m)
         for (int64_t n = 0; n < count; ++n) a.out[m * a.N + first + n] = sums[m * count + n];
@@ -181,10 +181,12 @@ void by_columns(const Call<T>& call) {
 
 extern "C" int has_tiles() { return at::native::cpublas::could_pack(at::kBFloat16) ? 1 : 0; }
 
-extern "C" void few_bfloat16_rows(const Call<BFloat16>* call, int is_by_columns) {
-  if (!has_tiles()) by_columns(*call);
-  else if (is_by_columns) tiles_by_columns(*call);
-  else tiles_by_rows(*call);
+extern "C" int64_t few_bfloat16_rows(const Call<BFloat16>* call, int is_by_columns) {
+  return code_of([=] {
+    if (!has_tiles()) by_columns(*call);
+    else if (is_by_columns) tiles_by_columns(*call);
+    else tiles_by_rows(*call);
+  });
 }
 
 extern "C" void few_float16_rows(const Call<Half>* call) { by_columns(*call); }

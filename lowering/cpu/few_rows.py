@@ -66,7 +66,7 @@ def _is_dense(matrix: Tensor) -> bool:
 
 
 def _library() -> Any:
-    return built(__file__, "a product of few rows")
+    return built(__file__, "a product of few rows", FUNCTIONS[torch.bfloat16])
 
 
 operator = define_lean("few_rows", run, fake, returns=("out",))

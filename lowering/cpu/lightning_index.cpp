@@ -124,20 +124,16 @@ class Scores {
 
   void run() const {
     const int64_t size = rounded_up((a.T + parts - 1) / parts, TILE), tasks = a.B * groups * parts;
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task) {
-      const int64_t token = task / parts % groups * group, key = std::min(a.T, task % parts * size);
-      run_task(task / parts / groups, token, std::min(a.S, token + group), key, std::min(a.T, key + size));
-    }
+    on_threads([&](auto& next) {
+      for (int64_t task; (task = next++) < tasks;) {
+        const int64_t token = task / parts % groups * group, key = std::min(a.T, task % parts * size);
+        run_task(task / parts / groups, token, std::min(a.S, token + group), key, std::min(a.T, key + size));
+      }
+    });
   }
 };
 
 }  // namespace
 
-// `dtype` of queries and keys: 0 is float32, 1 bfloat16, 2 float16. Page numbers must be checked.
-extern "C" void index_scores(const Call* call, int64_t dtype) {
-  if (dtype == 0) return Scores<float, false>(*call).run();
-  if (dtype == 2) return Scores<Half, false>(*call).run();
-  if (multiplies_pairs()) return Scores<BFloat16, true>(*call).run();
-  return Scores<BFloat16, false>(*call).run();
-}
+// `dtype` of queries and keys. Page numbers must be checked.
+extern "C" int64_t index_scores(const Call* call, int64_t dtype) { return run_for<Scores>(dtype, *call); }

@@ -36,7 +36,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Any]:
 
 
 def _library() -> Any:
-    return built(__file__, "the choice of keys")
+    return built(__file__, "the choice of keys", "index_scores")
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:

@@ -12,22 +12,17 @@ from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.emitted import latent_attention, sparse_latent_attention
 from mla_fx.ops.emitted.attention import as_mask, masked
 from mla_fx.ops.emitted.pages import context_of
-from mla_fx.ops.emitted.sparse_latent_attention import PAYS, Arguments, over_rows
+from mla_fx.ops.emitted.sparse_latent_attention import PAYS, Arguments, check_numbers, over_rows
 
 from . import attention_over_rows
-from .attention_over_rows import attend, check_served
+from .attention_over_rows import check_served
 
 OPERATOR = "sparse_latent_attention"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     check_served(a.query, a.kv_cache, a.indices)
-    sizes = context_of(a.kv_cache, a.block_table), a.indices.shape[-1]
-    return attend_chosen if all(isinstance(size, int) for size in sizes) else chosen_by_call
-
-
-def attend_chosen(a: Arguments) -> Tensor:
-    return attend(over_rows(a)).view(a.query.shape)
+    return chosen_by_call
 
 
 def over_all(a: Arguments) -> latent_attention.Arguments:
@@ -46,7 +41,9 @@ def over_all(a: Arguments) -> latent_attention.Arguments:
 
 
 def run(a: Arguments) -> Tensor:
-    if context_of(a.kv_cache, a.block_table) < PAYS * a.indices.shape[-1]:
+    context = context_of(a.kv_cache, a.block_table)
+    check_numbers(a.indices, context)
+    if context < PAYS * a.indices.shape[-1]:
         return attention_over_rows.run(over_all(a))[0]
     return run_chosen(a)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import sparse_mla_attention
 from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.sparse_latent_attention import check_numbers
 from mla_fx.ops.emitted.sparse_mla_attention import Arguments, fewest, kernel, over_all
 
 from . import prompts, sparse_latent_attention
@@ -22,8 +23,10 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 def run(a: Arguments) -> Tensor:
     """The same as sparse_mla_attention."""
+    context = context_of(a.kv_cache, a.block_table)
+    check_numbers(a.indices, context)
     is_checked = a.q_nope.dtype not in DTYPES  # a rewrite, with numbers that may name a key twice
-    if is_checked or context_of(a.kv_cache, a.block_table) >= fewest(a.indices.shape[-1], a.q_nope.shape[2]):
+    if is_checked or context >= fewest(a.indices.shape[-1], a.q_nope.shape[2]):
         return kernel(a, sparse_latent_attention.run_chosen)
     if a.q_nope.shape[1] <= a.max_absorbed_tokens:
         return kernel(a, sparse_latent_attention.run)

@@ -169,7 +169,8 @@ def attend_to_part(  # type: ignore[no-untyped-def]
     to = (b * S * N + row) * parts + part
     out = sums / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(outs + to[:, None] * R + column[None, :], out, mask=is_row[:, None] & is_column[None, :])
-    tl.store(lses + to, tl.where(total == 0, float("-inf"), maximum + tl.log(total)), mask=is_row)
+    lse = tl.where(maximum == float("inf"), maximum, maximum + tl.log(total))
+    tl.store(lses + to, lse, mask=is_row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -184,7 +185,7 @@ def join_parts(  # type: ignore[no-untyped-def]
     largest = tl.max(given, 0)
     safe = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp(given - safe), 0)
-    tl.store(lse + row, tl.where(total == 0, float("-inf"), safe + tl.log(total)))
+    tl.store(lse + row, tl.where(largest == float("inf"), largest, safe + tl.log(total)))
     if HAS_SINKS:
         sink = tl.load(sinks + row % N).to(tl.float32)
         above = tl.maximum(safe, sink)

@@ -15,6 +15,7 @@ depend on a random number are checked by the first comparison only."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torch.fx import GraphModule, Node
 from mla_fx.errors import VerificationError
 from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import label_of
-from mla_fx.graph.torch_compilers import as_boxed, is_boxed
+from mla_fx.graph.torch_compilers import as_boxed, compile_fx, compile_fx_inner, is_boxed
 
 from .behind import behind
 from .choices import Choosing, choices, errors, nearby, of_bytes, of_random_numbers, rounding_of, seen_by
@@ -50,8 +51,7 @@ class _Result(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call: its inputs, what the original graph returns, and exact numbers for its choices. If it makes any, the
-    inputs are as they were before the call."""
+    """A call: its inputs before it, what the original graph returns, and exact numbers for its choices."""
 
     inputs: Sequence[Any]
     plain: Results
@@ -148,11 +148,10 @@ class Verification:
         """What the original graph returns, and exact numbers for its choices, if it makes any."""
         chosen = choices(self.unfused.graph)
         plain = _run(Dry(self.unfused, seen_by(chosen)), inputs)
-        if not chosen:
-            return _Call(inputs, plain, exact, chooses=False)
-        exact = _run(Choosing(self.unfused, wide_dtype(inputs), plain.values), inputs)
         before = in_copies(inputs, [inputs[place] for place in plain.written])
-        return _Call(before, plain, exact, chooses=True)
+        if chosen:
+            exact = _run(Choosing(self.unfused, wide_dtype(inputs), plain.values), inputs)
+        return _Call(before, plain, exact, chooses=bool(chosen))
 
     def _check_compiled(self, ours: Sequence[Any], call: _Call) -> str:
         graph, results = self.unfused.graph, self._results()
@@ -173,7 +172,7 @@ class Verification:
         for number in sorted(found.keys() - unread, key=lambda number: places.get(results[number].unfused, 0)):
             result, one = results[number], found[number]
             if not one.share <= 1:
-                raise VerificationError(self._wrong_lowering(one, result, call.inputs))
+                raise VerificationError(self._wrong_lowering(one, number, call))
             worst[result.kind] = max(one, worst.get(result.kind, one), key=lambda one: one.share)
         counts = {
             "depend on random numbers": len(results) - len(found),
@@ -194,18 +193,35 @@ class Verification:
                 envelope.widen(drawn[number])
         return {number: envelope.closeness for number, envelope in envelopes.items()}
 
-    def _wrong_lowering(self, one: Closeness, result: _Result, inputs: Sequence[Any]) -> str:
-        """How far the first wrong result is off, and which calls it depends on."""
+    def _wrong_lowering(self, one: Closeness, number: int, call: _Call) -> str:
+        """How far the first wrong result is off, and which calls it depends on, or that it is without them, too."""
+        result = self._results()[number]
         calls = listed(behind([result.fused]) if isinstance(result.fused, Node) else self.fused.graph.nodes)
         sentence = (
             f"call {self.calls}: {one.what} of the compiled graph is {one.error:.3g} away from the exact one, "
             f"relative to its largest element, which is {one.share:.3g} times what is allowed; the unfused graph is "
-            f"{one.unfused:.3g} away. The rules agree, so the error is in what their operators were lowered or "
-            f"compiled to, the nearest first: {calls or 'none'}."
+            f"{one.unfused:.3g} away."
+        )
+        stock = self._by_stock(number, call)
+        if stock is not None and not stock.share <= 1:
+            return f"{sentence} Stock Inductor differs here, too: from the unfused graph it makes {stock.error:.3g}."
+        sentence += (
+            " The rules agree, so the error is in what their operators were lowered or compiled to, the nearest first: "
+            f"{calls or 'none'}."
         )
         returned = [one.fused for one in self._results() if one.kind == "output" and isinstance(one.fused, Node)]
         part = whole(self.fused, [*returned, *filter(written, self.fused.graph.nodes)])
-        return reproduced(sentence, lambda: of_lowering(sentence, part, self.options, _values(inputs)), self.dump)
+        return reproduced(sentence, lambda: of_lowering(sentence, part, self.options, _values(call.inputs)), self.dump)
+
+    def _by_stock(self, number: int, call: _Call) -> Closeness | None:
+        """How close a result is that stock Inductor's code of the original graph computes; None for other targets."""
+        if self.options.get("target") != "inductor":
+            return None
+        given = in_copies(call.inputs, [call.inputs[place] for place in call.plain.written])
+        with ThreadPoolExecutor(1) as thread:  # without the modes of compiled code
+            compiling = thread.submit(torch.no_grad()(compile_fx), self.unfused, given, compile_fx_inner, {}, None)
+        found = [*compiling.result()(*given), *(given[place] for place in call.plain.written)][number]
+        return closeness("", found, call.plain.all[number], call.exact.all[number])
 
     # --- results -----------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,11 @@ def lower_plain(run: Run) -> None:
     """Apply the target's lowerings of plain operators if something fused in the graph."""
     if run.fused:
         _lower(run, run.target.plain_lowerings(run.options.extra), {})
+        for note, plan in run.target.mended(run.emit):
+            run.keep_original()
+            with contextlib.suppress(NoMatch):  # the call stays
+                apply(run, run.emit, note, plan)
+                run.report.notes.append(note)
         _note(run.report, Counter(run.target.remarks(run.graph)))
 
 

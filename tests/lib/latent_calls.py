@@ -46,6 +46,27 @@ def check_means_body(run, a):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-2 if out.dtype != torch.float32 else 1e-4, atol=1e-2)
 
 
+def check_infinities(run, dtype):
+    """Infinite sinks and scores give NaN where the softmax of the body does: both results, in parts of a context."""
+    tokens, keys = torch.arange(3).unsqueeze(-1), torch.arange(640)
+    added = torch.where(keys < 90 * tokens, 0.25, -torch.inf)  # the first token sees nothing
+    late = added.masked_fill((keys == 600) & (tokens != 1), torch.inf)
+    for options in (
+        {"sinks": torch.tensor([torch.inf, -torch.inf, 0.5])},
+        {"mask": added, "sinks": torch.tensor([-torch.inf, 0.5, torch.inf])},
+        {"mask": added.masked_fill((keys == 70) & (tokens == 1), torch.inf)},
+        {"mask": added.masked_fill((keys > 80) & (tokens == 2), torch.inf)},
+        {"mask": late, "sinks": torch.tensor([0.0, 1, -torch.inf])},
+    ):
+        a = call(1, 3, 3, 40, dtype, **options)  # two parts of one context
+        (out, lse), meant = run(a), latent_attention.body(a)
+        _, sums = latent_attention_with_lse.body(replace(a, sinks=None))
+        assert bool(meant.isnan().any())
+        tolerance = {"rtol": 8 * ROUNDING[dtype], "atol": 8 * ROUNDING[dtype], "equal_nan": True}
+        torch.testing.assert_close(out, meant, **tolerance)
+        torch.testing.assert_close(lse, sums.float(), **tolerance)
+
+
 def check_samples(run, dtype):
     asked = [s for s in samples("latent_attention", dtype) if s.args[2].dim() == 3]
     for sample in asked:

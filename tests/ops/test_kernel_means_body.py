@@ -38,6 +38,20 @@ HIDING = {
     "sinks": {"context_lens": LENS, "sinks": torch.tensor([0.5, -2.0])},
 }
 
+ADDED = torch.where(SEEN, 0.25, -math.inf)
+INFINITE = {
+    "sinks": {"sinks": torch.tensor([math.inf, -math.inf])},
+    "sinks beside lengths": {"context_lens": LENS, "sinks": torch.tensor([math.inf, -math.inf])},
+    "sinks beside a mask": {"mask": SEEN, "sinks": torch.tensor([-math.inf, math.inf])},
+    "sinks and scores": {
+        "mask": ADDED.masked_fill((SLOTS == 2) & (ROWS > 3), math.inf),
+        "sinks": torch.tensor([0.5, -math.inf]),
+    },
+    "scores": {"mask": ADDED.masked_fill((SLOTS == 3) & (ROWS % 2 == 1), math.inf)},
+    "all scores": {"mask": ADDED.masked_fill(ROWS == 1, math.inf)},
+    "scores of a head": {"mask": torch.stack([ADDED, ADDED.masked_fill(SLOTS == 8, math.inf)])},
+}
+
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
@@ -191,6 +205,21 @@ def test_kernel_means_body(narrowed, path, dtype):
             assert bool((found.isnan() >= meant.isnan()).all()), f"{hiding}, {name}, {value}, {place}"
         tried += 1
     assert tried == (len(HIDING) - path.startswith("batched")) * len(HELD) * len(VALUES) * len(PLACES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_infinite_sinks_and_scores(narrowed, path, dtype):
+    """A softmax of plus infinity is NaN, one of a sink of minus infinity is that without it, and rows that see nothing
+    are zeros."""
+    form, body, kernel, limits = PATHS[path]
+    narrowed(limits)
+    for name in [name for name in INFINITE if not (path.startswith("batched") and "sinks" in name)]:
+        a = operands(dtype, "kv_cache", "ordinary", "seen", "none")
+        a = form(dataclasses.replace(a, **INFINITE[name]))
+        meant, found = answers_as(body, kernel, a, dtype)
+        assert bool(meant.isnan().any()) and bool(meant.isfinite().any()), name
+        assert torch.equal(found.isnan(), meant.isnan()), f"{name}: {int(found.isnan().sum())} are NaN"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -105,7 +105,8 @@ def _scales(scales: Tensor | None, cache: Tensor | None) -> Tensor | None:
 def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
     """The rows of all contexts, or of all pages, that hold the keys [B, S, K]."""
     if a.block_table is None:
-        return keys + context * torch.arange(keys.shape[0], device=keys.device).view(-1, 1, 1)
+        first = context * torch.arange(keys.shape[0], device=keys.device).view(-1, 1, 1)
+        return torch.where(keys < context, keys + first, keys.shape[0] * context)  # or a row that is not there
     blocks, size = a.kv_cache.shape[:2]
     page = a.block_table.to(torch.int64).gather(1, (keys // size).flatten(1)).view(keys.shape)
     return page.remainder(blocks) * size + keys % size
@@ -133,13 +134,18 @@ def check_indices(a: Any, sizes: Sizes) -> None:
     """Check that indices name keys, and that places without a key come last."""
     check_letters(a, sizes, indices="B, S, 1, K")
     check_dtype("indices", a.indices, INTEGERS)
-    if not readable(a.indices) or a.indices.numel() == 0:
+    check_numbers(a.indices, sizes["T"])
+    if not readable(a.indices):
         return
-    if (largest := int(a.indices.max())) >= sizes["T"]:
-        raise ValueError(f"indices hold {largest}; they must be below {sizes['T']}, the length of the contexts.")
     is_key = a.indices >= 0
     if bool((is_key[..., 1:] & ~is_key[..., :-1]).any()):
         raise ValueError("indices hold a key behind a negative number; negative numbers, which are no keys, come last.")
+
+
+def check_numbers(indices: Tensor, context: int) -> None:
+    """Check that indices are of the own sequence. Behind it lies another one, which a kernel would read."""
+    if readable(indices) and indices.numel() > 0 and (largest := int(indices.max())) >= context:
+        raise ValueError(f"indices hold {largest}; they must be below {context}, the length of the contexts.")
 
 
 def fake(a: Arguments) -> Tensor:

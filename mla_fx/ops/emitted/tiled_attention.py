@@ -46,7 +46,7 @@ def attend(
 
     is_causal lets row s attend to keys t <= s, and excludes a mask. PyTorch's own attention adds a mask's numbers to
     the scores, and replaces scores with is_causal. With a mask it is used only if no score can be NaN, infinite or
-    close to it, which `choose` checks at each call."""
+    close to it, with what is added or without, which `choose` checks at each call."""
     if is_causal and not scale > 0:  # there a score is hidden before it is scaled
         mask, is_causal = _causal(query, key), False
     if not is_expressible(query, key.shape[2], mask, fill, sinks):
@@ -63,7 +63,7 @@ def attend(
         return _in_tiles(query, key, value, mask, scale, fill, None)
 
     sizes = *query.shape[:3], value.shape[3]
-    return choose(_is_tame(query, key, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
+    return choose(_is_tame(query, key, mask, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
 
 
 def by_pytorch(
@@ -100,10 +100,10 @@ def _in_tiles(
     return torch.cat(parts, 2)
 
 
-def _is_tame(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Whether no score can be TAME or more, scaled or not; False for NaN."""
+def _is_tame(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Whether no score can be TAME or more, scaled or not, or infinite with the mask; False for NaN."""
     limit = tame_limit(query.dtype, query.shape[3], scale)
-    return (query.abs() <= limit).all() & (key.abs() <= limit).all()
+    return (query.abs() <= limit).all() & (key.abs() <= limit).all() & (mask < torch.inf).all()
 
 
 def tame_limit(dtype: torch.dtype, columns: int, scale: float) -> float:

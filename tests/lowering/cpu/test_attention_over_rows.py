@@ -20,6 +20,7 @@ from lib.latent_calls import (
     ROPE,
     ROUNDING,
     call,
+    check_infinities,
     check_means_body,
     check_no_pages,
     check_samples,
@@ -53,6 +54,11 @@ SHAPES = {
 def test_shapes_and_masks(shape, hidden):
     for dtype in DTYPES:
         check_means_body(rows.run, call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinities(dtype):
+    check_infinities(rows.run, dtype)
 
 
 def test_tables_and_queries_of_other_strides_and_dtypes():

@@ -9,12 +9,12 @@ import torch
 from lib.kernels import compiled, compiled_call, doubled, draw, error
 from mla_fx.lowering.cpu.sparse_latent_attention import over_all
 
-from mla_fx.ops.emitted import latent_attention, sparse_latent_attention
+from mla_fx.ops.emitted import latent_attention, sparse_latent_attention, sparse_mla_attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 BATCH, HEADS, KEYS, CHOSEN, PAGE, RANK, ROPE = 2, 20, 96, 40, 16, 32, 8
-KERNEL = "torch.ops.mla_fx.attention_over_rows.default"
+KERNEL = "torch.ops.mla_fx.sparse_attention_over_rows.default"
 
 
 def call(tokens, *, is_paged=False, **options):
@@ -67,7 +67,7 @@ def test_symbolic_sizes_choose_at_each_call():
         return whole.query, whole.query_rope, *caches, indices
 
     _, code, step = compiled(attend, *operands(96, 40), dynamic=True)
-    assert "sparse_attention_over_rows" in code
+    assert KERNEL in code
     for sizes in ((90, 12), (96, 7), (70, 20)):
         given = operands(*sizes)
         wanted = sparse_latent_attention.body(sparse_latent_attention.Arguments(*given, scale=0.2))
@@ -79,3 +79,35 @@ def test_all_keys_under_a_mask_are_the_same(name):
     a = CALLS[name]
     exact = sparse_latent_attention.body(a).double()
     assert error(latent_attention.body(over_all(a)), exact) <= 2**-7
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["flat", "pages"])
+@pytest.mark.parametrize("number", [KEYS, KEYS + 30], ids=["T", "beyond T"])
+def test_an_index_of_the_next_sequence_is_an_error(number, is_paged):
+    """The pool holds such a row, but that is not of the sequence which asks for it."""
+    right = call(3, is_paged=is_paged)
+    given = right.indices.clone()
+    given[0, 1, 0, 2] = number
+    wrong, sentence = replace(right, indices=given), f"indices hold {number}; they must be below {KEYS}, the length of"
+    more = {"weight_uk": draw(HEADS, 4, RANK).bfloat16(), "weight_uv": draw(HEADS, 5, RANK, seed=1).bfloat16()}
+    held = {"q_nope": draw(BATCH, 3, HEADS, 4).bfloat16(), "q_rope": right.query_rope, **more}
+    named = {name: value for name, value in vars(wrong).items() if name not in ("query", "query_rope")}
+    plain = sparse_mla_attention.Arguments(**held, **named)
+    for operator, a in ((sparse_latent_attention.operator, wrong), (sparse_mla_attention.operator, plain)):
+        with pytest.raises(ValueError, match=sentence):
+            operator.overload(**vars(a))
+        with pytest.raises(ValueError, match=sentence):
+            compiled_call(operator, a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_paged", [False, True], ids=["flat", "pages"])
+def test_loops_refuse_an_index_of_the_next_sequence(is_paged):
+    """No kernel is for float64. Loops refuse a number in a table that names no block alike."""
+    right = doubled(call(1, is_paged=is_paged))
+    found, code = compiled_call(sparse_latent_attention.operator, right)
+    assert KERNEL not in code and error(found, sparse_latent_attention.body(right)) <= 1e-12
+    given = right.indices.clone()
+    given[0, 0, 0, 2] = KEYS
+    with pytest.raises(RuntimeError, match="index out of bounds"):
+        compiled_call(sparse_latent_attention.operator, replace(right, indices=given))

@@ -13,6 +13,7 @@ from lib.latent_calls import (
     DTYPES,
     POOL,
     call,
+    check_infinities,
     check_means_body,
     check_no_pages,
     check_samples,
@@ -55,6 +56,11 @@ HIDDEN = {
 def test_shapes_and_masks(shape, hidden):
     for dtype in DTYPES:
         check_means_body(run, call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinities(dtype):
+    check_infinities(run, dtype)
 
 
 def test_strides_and_dtypes():
