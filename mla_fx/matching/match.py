@@ -26,7 +26,7 @@ from mla_fx.readings.axes import (
     substitute,
     without_digits,
 )
-from mla_fx.readings.contraction import Contraction
+from mla_fx.readings.contraction import Contraction, check_one_product
 from mla_fx.readings.element import Element
 from mla_fx.readings.paged import Paged
 from mla_fx.readings.reading import Reading, renamed
@@ -74,13 +74,15 @@ class Match:
         before = self.elements.get(name)
         if before is None:
             return replace(self, elements={**self.elements, name: element}, letters=self._named_by(name, letters))
+        same = self._as_one(before, element) if equal_calls(before.origin, element.origin) else None
+        if same is not None:
+            return replace(self, same=same)
+        for value in (before, element):  # what is expanded from a latent was taken for the latent
+            check_one_product(value)
         if not equal_calls(before.origin, element.origin):
             places = f"{label_of(before.origin)} in one place and {label_of(element.origin)} in another"
             raise NoMatch(f"{name} is not one tensor: {places}", element.origin)
-        same = self._as_one(before, element)
-        if same is None:
-            raise NoMatch(f"{name} is read in two different ways", element.origin)
-        return replace(self, same=same)
+        raise NoMatch(f"{name} is read in two different ways", element.origin)
 
     def read(self, name: str, reading: Reading, letters: str = "") -> Match:
         """Keep a reading. If a pattern occurs twice, the first is kept, and the second must agree with it."""

@@ -38,6 +38,7 @@ STEPS_BACK = 48
 
 TRAINING = "training graph: left unchanged, mla_fx fuses inference only"
 NO_ATTENTION = "no attention in this graph: there is nothing to fuse"
+EMPTY = "all results are empty: there is nothing to compute"
 FLEX = "attention by flex_attention is not supported"
 DROPOUT = "attention with dropout is not fused; model.eval() turns it off"
 UNDECOMPOSED = "the operators of this graph are not decomposed; call run_decompositions() on the exported program"
@@ -52,6 +53,9 @@ def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     """Note in the report what the graph contains, and what prevents fusion in a graph that may contain MLA.
 
     Returns whether there is anything for the patterns or a target to work on."""
+    if _is_empty(graph):
+        report.notes.append(EMPTY)
+        return False
     first = next(itertools.chain(anchors(graph), weights(graph)), None)
     has_own_calls = bool(count_fused(graph))
     hindrances = [] if is_inference else [TRAINING]
@@ -70,6 +74,13 @@ def triage(graph: Graph, report: Report, *, is_inference: bool = True) -> bool:
     if first is not None and not _is_fed(graph, first):
         report.notes.append(CUT_BEFORE)
     return is_inference and (first is not None or has_own_calls)
+
+
+def _is_empty(graph: Graph) -> bool:
+    """Whether each result has no elements, as in a batch without sequences."""
+    results = (node.meta.get("val") for node in graph.output_node().all_input_nodes)
+    sizes = [value.numel() for value in results if isinstance(value, torch.Tensor)]
+    return bool(sizes) and all(isinstance(size, int) and size == 0 for size in sizes)
 
 
 def is_functional(graph: Graph) -> bool:

@@ -105,11 +105,24 @@ def attention(node: Node) -> Attention:
     """Read the attention at anchor `node`. Raises NoMatch if there is none."""
     if node.target in FUSED_ATTENTION:
         return _fused(node)
+    if _has_one_key(node):
+        raise NoMatch("attention over a single key", node)
     output = division(node) or weighted_sum(node)
     if output is None:
         reason = "probabilities are rounded to whole numbers before they multiply the values"
         raise NoMatch(reason, codes_of(node))
     return weighted_by(node, output, *_softmax_times_values(output, node))
+
+
+def _has_one_key(node: Node) -> bool:
+    """Products with one key are read as anything but a sum over keys."""
+    if node.target in SOFTMAX:
+        return bool(shape_of(node)[args_of(node)[1]] == 1)
+    exp = exponential(node if node.target in EXPONENTIALS else args_of(node)[0])
+    if exp is None:
+        return False
+    sums = (user for user in exp.users if user.target is aten.sum.dim_IntList)
+    return any(shape_of(exp)[dim] == 1 for total in sums for dim in args_of(total)[1])
 
 
 def weighted_by(node: Node, output: Node, index: tuple[Index, ...], weighted: Contraction, found: Softmax) -> Attention:

@@ -88,6 +88,12 @@ def _why_added(element: Element) -> str:
     return BIAS if is_biased else f"expected a matrix product, found {name_of(element.origin)}"
 
 
+def check_one_product(element: Element) -> None:
+    """Raises NoMatch if a value is a projection to which a second product is added."""
+    if element.origin.target is aten.add.Tensor and _why_added(element) == SECOND_PRODUCT:
+        raise NoMatch(SECOND_PRODUCT, element.origin)
+
+
 def _is_projection(node: Node) -> bool:
     is_scaled = node.target is aten.mul.Tensor and quantised_projection(node) is not None
     return is_scaled or node.target in (*PRODUCTS, aten.linear.default, aten.addmm.default)

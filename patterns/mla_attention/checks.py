@@ -35,7 +35,8 @@ def check_operands(match: Match, found: Attention) -> None:
     for mask in found.masks:
         _check_axes(match, mask.element, "the mask", "bnst")
     if isinstance(found.sink, Element) and not found.sink.axes <= set(match.axes("n")):
-        raise NoMatch("the attention sink is not one number per head", found.sink.origin)
+        what = "the softmax has one column beside the keys of the context"
+        raise NoMatch(f"{what}, and its score is no attention sink, one number per head", found.sink.origin)
     check_is_causal(found, match.axes("s"))
 
 

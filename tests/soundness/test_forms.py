@@ -90,7 +90,9 @@ def test_sink_in_the_type_of_the_model(dtype):
     assert check_no_further(module, in_type(arguments(), dtype)).fused.get(ATTENTION)
 
 
-NO_NUMBER = "the attention sink is not one number per head"
+NO_NUMBER = (
+    "the softmax has one column beside the keys of the context, and its score is no attention sink, one number per head"
+)
 OTHERS = {
     "of the scores": (lambda m, s, v: m.beside(s, s[..., :1].exp()).softmax(-1)[..., :-1] @ v, NO_NUMBER),
     "of tokens": (lambda m, s, v: m.beside(s, of_tokens(s)).softmax(-1)[..., :-1] @ v, NO_NUMBER),
