@@ -196,7 +196,7 @@ MAY_STAY_UNFUSED = frozenset(
         *("order of keys", "two orders", "order of values", "riffled query"),
         *("read from the end", "cloned and copied", "at index from the end"),
         *("one buffer", "one buffer by layer", "two steps"),
-        *("exp over sum", "exp over sum unsqueezed"),
+        *("exp over sum", "exp over sum unsqueezed", "bounded sums"),
     }
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from . import apart, flaws, garbage, numbers, outside, ranges, state, users
+from . import apart, flaws, garbage, numbers, outside, ranges, shares, state, users
 from .capture import Captured
 from .scene import Mutation
 
@@ -14,6 +14,7 @@ SCENES: dict[str, Callable[[Random, Captured], list[Mutation] | None]] = {
     "outside": outside.draw,
     "state": state.draw,
     "ranges": ranges.draw,
+    "shares": shares.draw,
     "users": users.draw,
     "apart": apart.draw,
     "flaws": flaws.draw,

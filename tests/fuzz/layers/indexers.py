@@ -51,6 +51,15 @@ class Indexed(Layer):
         return mask.masked_fill(hidden, -torch.inf).unsqueeze(1)
 
 
+class Threshold(Indexed):
+    """Keys whose scores are below the last chosen one are hidden."""
+
+    def chosen(self, scores: Tensor, mask: Any) -> Tensor:
+        wishes = scores + mask
+        hidden = wishes < wishes.topk(CHOSEN, dim=-1).values[..., -1:]
+        return mask.masked_fill(hidden, -torch.inf).unsqueeze(1)
+
+
 class IndexedByHeads(Indexed):
     """Sums of products, and minus infinity in a mask of numbers. The last columns rotate."""
 

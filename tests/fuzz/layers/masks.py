@@ -129,3 +129,38 @@ class BestKeys(Layer):
         scores = q_rope.sum(1) @ k_rope.squeeze(1).mT + mask
         chosen = torch.full_like(scores, -torch.inf).scatter(-1, scores.topk(4).indices, 0.0)
         return super().attend(q_nope, q_rope, latent, k_rope, (mask + chosen).unsqueeze(1))
+
+
+class Padded(Layer):
+    """A padding mask of numbers, BERT's: ones are seen, and zeros get a low number."""
+
+    def mask(self) -> Tensor:
+        pad = self.allowed().to(torch.float64)
+        pad[..., 1] = 0
+        return pad
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return (scores + self.added(mask)).softmax(-1)
+
+    def added(self, mask: Tensor) -> Tensor:
+        return (1.0 - mask) * -10000.0
+
+
+class PaddedLess(Padded):
+    def added(self, mask: Tensor) -> Tensor:
+        return (mask - 1) * 1e9
+
+
+class PaddedReversed(Padded):
+    def added(self, mask: Tensor) -> Tensor:
+        return torch.rsub(mask, 1.0) * -3e4 + (-mask + 1.0) * -2e4
+
+
+class RotaryMask(BoolAdded):
+    """MLX: hidden rotary scores are a mask that is added to the others."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+        key, value = self.expanded(latent, k_rope)
+        nope = key.split([self.sizes.nope, self.sizes.rope], dim=-1)[0]
+        added = torch.where(mask, q_rope @ k_rope.mT * 0.4, torch.finfo(q_rope.dtype).min)
+        return F.scaled_dot_product_attention(q_nope, nope, value, attn_mask=added, scale=0.4)

@@ -110,5 +110,36 @@ class SumsApart(Tail):
         return (outs * shares).sum(0) / (totals * shares).sum(0)
 
 
+class GuardedSums(SumsApart):
+    """Rows that see no key are zero: their sum is bounded from below."""
+
+    least = 1e-20
+
+    def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
+        outs, totals, peaks = [], [], []
+        for own in self.some():
+            scores = query @ key[:, :, own].mT * 0.4 + mask[:, own]
+            largest = scores.amax(-1, keepdim=True)
+            weights = (scores - torch.where(largest == -torch.inf, 0.0, largest)).exp()
+            outs.append(weights @ latent[:, :, own])
+            totals.append(weights.sum(-1, keepdim=True))
+            peaks.append(largest)
+        peak = torch.maximum(*peaks)
+        shares = [(one - torch.where(peak == -torch.inf, 0.0, peak)).exp() for one in peaks]
+        total = totals[0] * shares[0] + totals[1] * shares[1]
+        return (outs[0] * shares[0] + outs[1] * shares[1]) / total.clamp(min=self.least)
+
+
+class BoundedSums(GuardedSums):
+    """A bound that rows with one key that has nearly all the weight pass."""
+
+    least = 1.05
+
+
+class BoundedParts(Halves):
+    def merged(self, one: Part, other: Part) -> Tensor:
+        return super().merged(one, other).clamp(-8, 8)
+
+
 class ExpandedSums(ExpandedHalves, RunningSums):
     pass
