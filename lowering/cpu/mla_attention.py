@@ -9,18 +9,19 @@ from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import mla_attention, mla_attention_with_lse
 from mla_fx.ops.emitted.mla_attention import (
     Arguments,
-    absorbed,
     has_few_scores,
     is_absorbed,
     is_chosen_at_run_time,
     is_masked,
 )
 
-from ..loops.mla_attention import at_run_time, check_forms, tiled
+from ..loops.mla_attention import absorbed_by, absorbed_by_with_lse, at_run_time, check_forms, tiled
 from . import heads_over_rows, prompts
 from .attention_over_rows import attend, attend_with_lse, check_served, run
 
 OPERATOR = "mla_attention"
+
+absorbed_over_rows = absorbed_by(attend)
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
@@ -50,10 +51,6 @@ def _is_better_called(a: Arguments) -> bool:
     return heads_over_rows.is_fast(a) or (a.q_nope.device.type == "cpu" and is_masked(a))
 
 
-def absorbed_over_rows(a: Arguments) -> Tensor:
-    return absorbed(a, attend)
-
-
 def chosen(a: Arguments) -> Tensor:
     """Both forms are traced."""
     return at_run_time(a, chosen_by_call if _is_better_called(a) else tiled, absorbed_over_rows)
@@ -78,11 +75,7 @@ def lower_with_lse(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]
     check_served(a.q_nope, a.kv_cache, a.block_table)
     if not is_one_form or not is_absorbed(a):
         raise NoMatch("the kernel is for absorbed queries")
-    return absorbed_over_rows_with_lse
-
-
-def absorbed_over_rows_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    return mla_attention_with_lse.absorbed(a, attend_with_lse)
+    return absorbed_by_with_lse(attend_with_lse)
 
 
 def _run_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:

@@ -2,19 +2,17 @@
 Other prompts are PyTorch's own attention, as in `loops`."""
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import mla_attention_with_lse
-from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, absorbed, is_absorbed, is_chosen_at_run_time
+from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_absorbed, is_chosen_at_run_time
 from mla_fx.ops.emitted.tiled_attention import Form
 from mla_fx.target import Compiled
 
-from ..loops.mla_attention import at_run_time, check_forms, tiled
+from ..loops.mla_attention import absorbed_by, absorbed_by_with_lse, at_run_time, check_forms, tiled
 from . import prompts
 from .libraries import check_absorbed
 from .split_keys import attend, attend_with_lse, check_served
@@ -30,7 +28,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     if not is_absorbed(a):
         return prompts.lower(a)
     check_served(a.kv_cache, a.q_nope.shape[1])
-    return absorbed_by(absorbed, attend)
+    return absorbed_by(attend)
 
 
 def lower_with_lse(a: Arguments) -> Compiled:
@@ -39,12 +37,12 @@ def lower_with_lse(a: Arguments) -> Compiled:
     if not is_absorbed(a):
         raise NoMatch("the kernel is for absorbed queries")
     check_served(a.kv_cache, a.q_nope.shape[1])
-    return absorbed_by(mla_attention_with_lse.absorbed, attend_with_lse)
+    return absorbed_by_with_lse(attend_with_lse)
 
 
 def chosen(a: Arguments) -> Tensor:
     """Both forms are traced."""
-    return at_run_time(a, expanded(a), absorbed_by(absorbed, attend))
+    return at_run_time(a, expanded(a), absorbed_by(attend))
 
 
 def expanded(a: Arguments) -> Form:
@@ -55,14 +53,9 @@ def expanded(a: Arguments) -> Form:
 
 def lower_to(library: Any, a: Arguments) -> Compiled:
     check_absorbed(a, library)
-    return absorbed_by(absorbed, library.attend)
+    return absorbed_by(library.attend)
 
 
 def lower_to_with_lse(library: Any, a: Arguments) -> Compiled:
     check_absorbed(a, library)
-    return absorbed_by(mla_attention_with_lse.absorbed, library.attend_with_lse)
-
-
-@functools.cache  # one function for equal calls, which are traced once
-def absorbed_by(absorb: Compiled, attend: Compiled) -> Compiled:
-    return functools.partial(absorb, attend=attend)
+    return absorbed_by_with_lse(library.attend_with_lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -61,8 +62,18 @@ def compiled(a: Arguments) -> Tensor:
     return short(a) if has_few_scores(a) else tiled(a)
 
 
-def in_latent_space(a: Arguments) -> Tensor:
-    return absorbed(a, in_parts)
+@functools.cache  # one function for equal calls, which are traced once
+def absorbed_by(attend: Compiled) -> Form:
+    """The absorbed form, for a function that computes latent_attention."""
+    return functools.partial(absorbed, attend=attend)
+
+
+@functools.cache
+def absorbed_by_with_lse(attend: Compiled) -> Compiled:
+    return functools.partial(mla_attention_with_lse.absorbed, attend=attend)
+
+
+in_latent_space = absorbed_by(in_parts)
 
 
 def from_copies(a: Arguments) -> Tensor:
