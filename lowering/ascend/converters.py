@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,20 @@ from torch.fx import Graph
 
 from mla_fx.graph.aliasing import owner
 from mla_fx.graph.provenance import name_of
+
+
+class _OfTorchair:
+    """A module or class of torchair, which is imported when it is used."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pkgutil.resolve_name(self._place), name)
+
+
+ge = _OfTorchair("torchair._ge_concrete_graph.ge_apis")  # GE's operators
+DataType = _OfTorchair("torchair.ge._ge_graph:DataType")
 
 
 @functools.cache
@@ -41,8 +56,6 @@ def index_copy(
     meta_outputs: Any = None,  # torchair passes it to every converter
 ) -> Any:
     """`aten::index_copy(Tensor self, int dim, Tensor index, Tensor source)`: scatters rows, or elements along `dim`."""
-    from torchair._ge_concrete_graph import ge_apis as ge  # type: ignore[import-not-found]
-
     if dim == 0 and self.rank > 1:
         return written(self, ge.Unsqueeze(index, axes=[-1]), source)
     sizes = [1] * source.rank
@@ -53,30 +66,21 @@ def index_copy(
 
 def polar(abs: Any, angle: Any, meta_outputs: Any = None) -> Any:
     """`aten::polar(Tensor abs, Tensor angle)`, which computes the tables of complex rotations."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-
     return ge.Complex(ge.Mul(abs, ge.Cos(angle)), ge.Mul(abs, ge.Sin(angle)))
 
 
 def complex_(real: Any, imag: Any, meta_outputs: Any = None) -> Any:
     """`aten::complex(Tensor real, Tensor imag)`."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-
     return ge.Complex(real, imag)
 
 
 def all_dim(self: Any, dim: int, keepdim: bool = False, meta_outputs: Any = None) -> Any:
     """`aten::all.dim(Tensor self, int dim, bool keepdim=False)`; any value other than 0 is true."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-    from torchair.ge._ge_graph import DataType  # type: ignore[import-not-found]
-
     return ge.ReduceAll(ge.Cast(self, dst_type=DataType.DT_BOOL), [dim], keep_dims=keepdim)
 
 
 def amax(self: Any, dim: Sequence[int] = (), keepdim: bool = False, meta_outputs: Any = None) -> Any:
     """`aten::amax(Tensor self, int[1] dim=[], bool keepdim=False)`; no dim means all."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-
     return ge.ReduceMax(self, list(dim) or list(range(self.rank)), keep_dims=keepdim)
 
 
@@ -85,9 +89,6 @@ def index_put(
 ) -> Any:
     """`aten::index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False)` along the first axes, or
     along axes with gaps, the first among them."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-    from torchair.ge._ge_graph import DataType
-
     is_bool = any(index is not None and index.dtype == DataType.DT_BOOL for index in indices)
     if accumulate or is_bool or indices[0] is None:
         raise NotImplementedError(
@@ -107,9 +108,6 @@ def index_put(
 
 def _numbers(self: Any, indices: Sequence[Any]) -> list[Any]:
     """Int64 indices. Where there is none, every place is counted, in an axis behind those of the others."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-    from torchair.ge._ge_graph import DataType
-
     found, gaps = [], [axis for axis, index in enumerate(indices) if index is None]
     for axis, index in enumerate(indices):
         behind = len(gaps)
@@ -123,9 +121,6 @@ def _numbers(self: Any, indices: Sequence[Any]) -> list[Any]:
 
 def _sizes(self: Any) -> list[Any]:
     """Int64 numbers, or what reads them: a graph input that is read for a size as well keeps its copy."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-    from torchair.ge._ge_graph import DataType
-
     if all(isinstance(size, int) for size in self.symsize):
         return [ge.Const(size, dtype=DataType.DT_INT64) for size in self.symsize]
     sizes = ge.Shape(self)
@@ -144,8 +139,6 @@ def copied_caches(graph: Graph) -> Iterator[str]:
 def written(self: Any, places: Any, updates: Any) -> Any:
     """A copy in which rows are written in place. torchair drops the copy of a graph input that the result goes back
     to."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-
     return ge.ScatterNdUpdate(ge.TensorMove(self), places, updates)
 
 
@@ -167,6 +160,4 @@ def _(cache: Tensor) -> Tensor:
 
 def tensor_move(cache: Any, meta_outputs: Any = None) -> Any:
     """`mla_fx_ascend::copied`. `aten::clone` would become an Identity, which has no memory of its own."""
-    from torchair._ge_concrete_graph import ge_apis as ge
-
     return ge.TensorMove(cache)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted import mla_attention
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import READS_PAGES, context_of
 from mla_fx.target import Compiled
@@ -97,6 +98,31 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
         **options,
     )
     return checked(out, a.mask, lengths), lse
+
+
+def lower_with_lse(surface: Surface, a: Arguments) -> Compiled:
+    lower(surface, a)  # or it raises NoMatch
+    return attention_with_lse
+
+
+def attention_with_lse(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
+    """[B,S,N,512] and [B,S,N]."""
+    out, lse = attend(surface, a, return_softmax_lse=True)
+    return out, logarithms(a, lse.transpose(1, 2), kernel.lengths(a))  # of the kernel, [B,N,S,1]
+
+
+def logarithms(a: Arguments | mla_attention.Arguments, lse: Tensor, lengths: Tensor | None) -> Tensor:
+    """The kernel's, [B,S,N,1] as [B,S,N], for the lengths that it got. Plus infinity marks a row that sees no key."""
+    lse = torch.where(lse == torch.inf, of_hidden_scores(a, lse), lse)
+    return checked(lse, a.mask, lengths).squeeze(-1)
+
+
+def of_hidden_scores(a: Arguments | mla_attention.Arguments, lse: Tensor) -> Tensor | float:
+    """Return the log-sum-exp of a row in which all scores are hidden."""
+    if a.fill is None:
+        return -torch.inf
+    scores = max(a.fill, torch.finfo(lse.dtype).min)
+    return torch.full((), context_of(a.kv_cache, a.block_table), dtype=lse.dtype, device=lse.device).log() + scores
 
 
 def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:

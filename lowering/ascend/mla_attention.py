@@ -20,6 +20,7 @@ from . import limits
 from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
 from .fused_infer_attention_score_rules import EXPANDED, EXPANDED_UNROTATED, ROPE
+from .latent_attention import logarithms
 from .lengths import Lengths
 from .surface import Surface
 
@@ -98,6 +99,17 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
     )
     sums = lse.view(batch, tokens, heads, 1) if "return_softmax_lse" in options else lse
     return checked(out.view(batch, tokens, heads, -1), a.mask, seen), sums
+
+
+def lower_with_lse(surface: Surface, a: Arguments) -> Compiled:
+    lower(surface, a)  # or it raises NoMatch
+    return attention_with_lse
+
+
+def attention_with_lse(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
+    """[B,S,N,128] and [B,S,N]."""
+    out, lse = attend(surface, a, return_softmax_lse=True)
+    return out, logarithms(a, lse, lengths(a))
 
 
 def lengths(a: Arguments) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.common.lean import define_lean_on, first_result
 from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import share
 from mla_fx.ops.emitted.codes import CODES, dtype_of, kind_of
@@ -99,15 +99,5 @@ def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
     )
 
 
-operator = define_lean_on(Arguments, "attention_over_rows", run, results, returns=("out", "lse"))
-
-
-def attend(a: Arguments) -> Tensor:
-    """The same as latent_attention."""
-    return attend_with_lse(a)[0]
-
-
-def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same as latent_attention.with_lse."""
-    out, lse = operator(a)
-    return out, lse
+attend_with_lse = define_lean_on(Arguments, "attention_over_rows", run, results, returns=("out", "lse"))
+attend = first_result(attend_with_lse)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.lean import first_result
 from mla_fx.ops.common.machine import multiplies_pairs, multiplies_tiles
 from mla_fx.ops.emitted import latent_attention, mla_attention_with_lse, packed_mla_attention
 from mla_fx.ops.emitted.attention import aligned
@@ -31,11 +32,6 @@ def has_many_scores(a: Arguments) -> bool:
     return scores is None or scores > FEW_SCORES
 
 
-def attend(a: Arguments) -> Tensor:
-    """The same as the expanded form of mla_attention."""
-    return attend_with_lse(a)[0]
-
-
 def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same as the expanded form of mla_attention.with_lse, whose logarithms leave out sinks."""
     a, weight = unpaged(a), one_weight(a.weight_uk, a.weight_uv)
@@ -52,6 +48,9 @@ def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
             part, sums = _of_heads(of_heads(some, own), weight[own])
             out[first:last, :, own], lse[first:last, :, own] = part, sums
     return out, lse
+
+
+attend = first_result(attend_with_lse)
 
 
 def one_weight(weight_uk: Tensor, weight_uv: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
 from ..loops.latent_attention import from_copies
-from .attention_over_rows import MANY_SCORES, attend, check_served
+from .attention_over_rows import MANY_SCORES, attend, attend_with_lse, check_served
 
 OPERATOR = "latent_attention"
 FEW_SCORES = 2**13  # measured: with fewer, a call takes longer than loops that are compiled with what is around them
@@ -24,3 +24,8 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     scores = count_of_scores(a.query, context)
     is_small = scores is not None and scores <= (MANY_SCORES if context <= FEW_KEYS else FEW_SCORES)
     return from_copies if is_small else attend
+
+
+def lower_with_lse(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
+    check_served(a.query, a.kv_cache, a.block_table)
+    return attend_with_lse

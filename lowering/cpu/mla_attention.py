@@ -6,21 +6,22 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted import mla_attention, mla_attention_with_lse
 from mla_fx.ops.emitted.mla_attention import (
     Arguments,
-    absorbed,
     has_few_scores,
     is_absorbed,
     is_chosen_at_run_time,
     is_masked,
 )
 
-from ..loops.mla_attention import at_run_time, check_forms, tiled
+from ..loops.mla_attention import absorbed_by, absorbed_by_with_lse, at_run_time, check_forms, tiled
 from . import heads_over_rows, prompts
-from .attention_over_rows import attend, check_served, run
+from .attention_over_rows import attend, attend_with_lse, check_served, run
 
 OPERATOR = "mla_attention"
+
+absorbed_over_rows = absorbed_by(attend)
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
@@ -50,10 +51,6 @@ def _is_better_called(a: Arguments) -> bool:
     return heads_over_rows.is_fast(a) or (a.q_nope.device.type == "cpu" and is_masked(a))
 
 
-def absorbed_over_rows(a: Arguments) -> Tensor:
-    return absorbed(a, attend)
-
-
 def chosen(a: Arguments) -> Tensor:
     """Both forms are traced."""
     return at_run_time(a, chosen_by_call if _is_better_called(a) else tiled, absorbed_over_rows)
@@ -66,3 +63,27 @@ def _run(a: Arguments) -> Tensor:
 
 
 chosen_by_call = define_lean_on(Arguments, "mla_attention_over_rows", _run, mla_attention.fake, returns=("out",))
+
+
+def lower_with_lse(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
+    """To attention_over_rows: the absorbed form, and the expanded one where that is fast."""
+    is_one_form = not is_chosen_at_run_time(a)
+    if heads_over_rows.is_fast(a) and not (is_one_form and is_absorbed(a)):
+        if is_one_form and not heads_over_rows.has_many_scores(a):
+            raise NoMatch("compiled loops are for few scores")
+        return chosen_by_call_with_lse
+    check_served(a.q_nope, a.kv_cache, a.block_table)
+    if not is_one_form or not is_absorbed(a):
+        raise NoMatch("the kernel is for absorbed queries")
+    return absorbed_by_with_lse(attend_with_lse)
+
+
+def _run_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
+    if is_absorbed(a):
+        return mla_attention_with_lse.absorbed(a, run)
+    return heads_over_rows.attend_with_lse(a) if heads_over_rows.is_fast(a) else mla_attention_with_lse.kernel(a)
+
+
+chosen_by_call_with_lse = define_lean_on(
+    Arguments, "mla_attention_with_lse_over_rows", _run_with_lse, mla_attention_with_lse.fake, returns=("out", "lse")
+)

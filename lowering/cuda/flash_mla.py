@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.common.lean import define_lean_on, first_result
 from mla_fx.ops.emitted.kernel_operands import results
 from mla_fx.ops.emitted.latent_attention import Arguments
 
@@ -89,11 +89,9 @@ def is_combined(a: Arguments) -> bool:
 operator = define_lean_on(Arguments, "attention_by_flash_mla", run, results, returns=("out", "lse"), device="CUDA")
 
 
-def attend(a: Arguments) -> Tensor:
-    """The same as latent_attention."""
-    return attend_with_lse(a)[0]
-
-
 def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same as latent_attention.with_lse."""
     return by_tokens(operator, a)
+
+
+attend = first_result(attend_with_lse)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.common.lean import define_lean_on, first_result
 from mla_fx.ops.emitted.kernel_operands import in_rows, results
 from mla_fx.ops.emitted.latent_attention import Arguments
 
@@ -64,11 +64,9 @@ operator = define_lean_on(
 )
 
 
-def attend(a: Arguments) -> Tensor:
-    """The same as latent_attention."""
-    return attend_with_lse(a)[0]
-
-
 def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same as latent_attention.with_lse."""
     return by_tokens(operator, a)
+
+
+attend = first_result(attend_with_lse)

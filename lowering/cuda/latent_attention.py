@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_fx.ops.emitted.latent_attention import Arguments
 
-from .split_keys import attend, check_served
+from .split_keys import attend, attend_with_lse, check_served
 
 OPERATOR = "latent_attention"
 
@@ -17,7 +17,16 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     return attend
 
 
-def lower_to(library: Any, a: Arguments) -> Callable[[Arguments], Tensor]:
+def lower_with_lse(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
+    check_served(a.kv_cache, a.query.shape[1])
+    return attend_with_lse
+
+
+def lower_to(library: Any, a: Arguments) -> Any:
     library.check(a, a.query)
-    found: Callable[[Arguments], Tensor] = library.attend
-    return found
+    return library.attend
+
+
+def lower_to_with_lse(library: Any, a: Arguments) -> Any:
+    library.check(a, a.query)
+    return library.attend_with_lse

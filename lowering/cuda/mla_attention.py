@@ -2,25 +2,20 @@
 Other prompts are PyTorch's own attention, as in `loops`."""
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.mla_attention import (
-    Arguments,
-    absorbed,
-    is_absorbed,
-    is_chosen_at_run_time,
-)
+from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_absorbed, is_chosen_at_run_time
 from mla_fx.ops.emitted.tiled_attention import Form
+from mla_fx.target import Compiled
 
-from ..loops.mla_attention import at_run_time, check_forms, tiled
+from ..loops.mla_attention import absorbed_by, absorbed_by_with_lse, at_run_time, check_forms, tiled
 from . import prompts
 from .libraries import check_absorbed
-from .split_keys import attend, check_served
+from .split_keys import attend, attend_with_lse, check_served
 
 OPERATOR = "mla_attention"
 
@@ -33,16 +28,21 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     if not is_absorbed(a):
         return prompts.lower(a)
     check_served(a.kv_cache, a.q_nope.shape[1])
-    return absorbed_in_parts
+    return absorbed_by(attend)
 
 
-def absorbed_in_parts(a: Arguments) -> Tensor:
-    return absorbed(a, attend)
+def lower_with_lse(a: Arguments) -> Compiled:
+    if is_chosen_at_run_time(a):
+        raise NoMatch(CHOOSES)
+    if not is_absorbed(a):
+        raise NoMatch("the kernel is for absorbed queries")
+    check_served(a.kv_cache, a.q_nope.shape[1])
+    return absorbed_by_with_lse(attend_with_lse)
 
 
 def chosen(a: Arguments) -> Tensor:
     """Both forms are traced."""
-    return at_run_time(a, expanded(a), absorbed_in_parts)
+    return at_run_time(a, expanded(a), absorbed_by(attend))
 
 
 def expanded(a: Arguments) -> Form:
@@ -51,14 +51,11 @@ def expanded(a: Arguments) -> Form:
     return tiled
 
 
-def lower_to(library: Any, a: Arguments) -> Callable[[Arguments], Tensor]:
+def lower_to(library: Any, a: Arguments) -> Compiled:
     check_absorbed(a, library)
-    return absorbed_by(library)
+    return absorbed_by(library.attend)
 
 
-@functools.cache  # one function for equal calls, which are traced once
-def absorbed_by(library: Any) -> Callable[[Arguments], Tensor]:
-    def of(a: Arguments) -> Tensor:
-        return absorbed(a, library.attend)
-
-    return of
+def lower_to_with_lse(library: Any, a: Arguments) -> Compiled:
+    check_absorbed(a, library)
+    return absorbed_by_with_lse(library.attend_with_lse)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.common.lean import define_lean_on, first_result
 from mla_fx.ops.emitted.codes import CODES, kind_of
 from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
 from mla_fx.ops.emitted.latent_attention import Arguments
@@ -306,15 +306,7 @@ def columns_of(count: int) -> int:
     return max(FEWEST, int(triton.next_power_of_2(count)))
 
 
-operator = define_lean_on(Arguments, "attention_over_split_keys", run, results, returns=("out", "lse"), device="CUDA")
-
-
-def attend(a: Arguments) -> Tensor:
-    """The same as latent_attention."""
-    return attend_with_lse(a)[0]
-
-
-def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same as latent_attention.with_lse."""
-    out, lse = operator(a)
-    return out, lse
+attend_with_lse = define_lean_on(
+    Arguments, "attention_over_split_keys", run, results, returns=("out", "lse"), device="CUDA"
+)
+attend = first_result(attend_with_lse)

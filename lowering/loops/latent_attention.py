@@ -10,10 +10,12 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
+from mla_fx.ops.emitted import latent_attention_with_lse
 from mla_fx.ops.emitted.attention import aligned, column_of, masked, probabilities, scaled, share
 from mla_fx.ops.emitted.latent_attention import Arguments, in_numbers, scores, weighted
 from mla_fx.ops.emitted.pages import READS_PAGES, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import count_of_scores, goes_by_tiles
+from mla_fx.target import Compiled
 
 OPERATOR = "latent_attention"
 PART = 2**21  # scores at a time, at least; measured on a CPU
@@ -32,6 +34,17 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 def from_copies(a: Arguments) -> Tensor:
     """The same from a copy of the contexts, with all scores stored at once."""
     return in_parts(in_one_piece(a))
+
+
+def lower_with_lse(a: Arguments) -> Compiled:
+    """To the body over contexts in one piece."""
+    if a.block_table is not None:
+        raise NoMatch(READS_PAGES)
+    return latent_attention_with_lse.body
+
+
+def from_copies_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
+    return latent_attention_with_lse.body(in_one_piece(a))
 
 
 def in_parts(a: Arguments) -> Tensor:

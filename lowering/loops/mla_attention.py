@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted import mla_attention, mla_attention_with_lse
 from mla_fx.ops.emitted.mla_attention import (
     CHOOSES,
     Arguments,
@@ -22,6 +23,7 @@ from mla_fx.ops.emitted.mla_attention import (
 )
 from mla_fx.ops.emitted.pages import READS_PAGES, context_of, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import Form, goes_by_tiles, is_expressible
+from mla_fx.target import Compiled
 
 from .conditional import can_choose, conditional
 from .latent_attention import IN_TILES, in_parts, undivided
@@ -60,8 +62,18 @@ def compiled(a: Arguments) -> Tensor:
     return short(a) if has_few_scores(a) else tiled(a)
 
 
-def in_latent_space(a: Arguments) -> Tensor:
-    return absorbed(a, in_parts)
+@functools.cache  # one function for equal calls, which are traced once
+def absorbed_by(attend: Compiled) -> Form:
+    """The absorbed form, for a function that computes latent_attention."""
+    return functools.partial(absorbed, attend=attend)
+
+
+@functools.cache
+def absorbed_by_with_lse(attend: Compiled) -> Compiled:
+    return functools.partial(mla_attention_with_lse.absorbed, attend=attend)
+
+
+in_latent_space = absorbed_by(in_parts)
 
 
 def from_copies(a: Arguments) -> Tensor:
@@ -72,6 +84,22 @@ def from_copies(a: Arguments) -> Tensor:
     if is_chosen_at_run_time(a):
         return at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
     return in_latent_space(a) if is_absorbed(a) else many(a)
+
+
+def lower_with_lse(a: Arguments) -> Compiled:
+    """To the body over contexts in one piece."""
+    if is_chosen_at_run_time(a):
+        raise NoMatch(CHOOSES)
+    if a.block_table is not None and is_absorbed(a):
+        raise NoMatch(READS_PAGES)
+    if goes_by_tiles(a.q_nope, context_of(a.kv_cache, a.block_table)):
+        raise NoMatch(IN_TILES)
+    return mla_attention_with_lse.body
+
+
+def from_copies_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
+    a = in_one_piece(a)
+    return mla_attention_with_lse.expanded(a) if is_chosen_at_run_time(a) else mla_attention_with_lse.body(a)
 
 
 def at_run_time(a: Arguments, expand: Form, absorb: Form = in_latent_space) -> Tensor:

@@ -125,14 +125,14 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(repr(choice) for choice in allowed)}.")
 
 
-def check_index(name: str, index: Tensor, slots: int) -> None:
-    """Check that every index is below `slots`; a negative index skips its token."""
+def check_index(name: str, index: Tensor, slots: int, of: str = "slots") -> None:
+    """Check that every index is below `slots`, or another number `of` the cache; a negative index skips its token."""
     check_dtype(name, index, (torch.int64,))
     if not readable(index) or index.numel() == 0:
         return
     largest = int(index.max())
     if largest >= slots:
-        raise ValueError(f"{name} holds {largest}; it must be below {slots}, the number of slots of the cache.")
+        raise ValueError(f"{name} holds {largest}; it must be below {slots}, the number of {of} of the cache.")
 
 
 def check_optional(name: str, tensor: Tensor | None, wanted: bool, when: str) -> bool:

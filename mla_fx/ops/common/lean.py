@@ -1,11 +1,13 @@
 """Declares an operator that only lowered graphs call. It has no checks and no autograd kernel, which take longer than a
 small call: the operator that it replaces checked the same arguments when the graph was made."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .define import NAMESPACE, on_arguments
 
@@ -40,7 +42,20 @@ def define_lean_on(
     given = [field.name for field in fields(record) if not field.kw_only]
     options = [field.name for field in fields(record) if field.kw_only]
 
+    @functools.wraps(run)
     def call(a: Any) -> Any:
         return overload(*(getattr(a, name) for name in given), **{name: getattr(a, name) for name in options})
+
+    return call
+
+
+@functools.cache  # one function for equal calls, which are traced once
+def first_result(attend: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
+    """Attention alone, of a function that returns the logarithms of its sums, too."""
+
+    @functools.wraps(attend)
+    def call(a: Any) -> Tensor:
+        out, _ = attend(a)
+        return out  # type: ignore[no-any-return]
 
     return call

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import latent_attention_with_lse, lightning_index
+from . import lightning_index
 from .attention import aligned
 from .codes import dtype_of, of_rows
 from .latent_attention import Arguments
+from .latent_attention_with_lse import fake_sums
 from .pages import context_of
 
 
@@ -52,7 +53,7 @@ def strides(value: Tensor | None, count: int) -> Sequence[int]:
 
 def results(a: Arguments) -> tuple[Tensor, Tensor]:
     """Room for attention, in the dtype of the caches' numbers, and for the logarithms."""
-    return a.query.new_empty(a.query.shape, dtype=dtype_of(a)), latent_attention_with_lse.fake(a)[1]
+    return a.query.new_empty(a.query.shape, dtype=dtype_of(a)), fake_sums(a.query)
 
 
 def of_index(a: lightning_index.Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:

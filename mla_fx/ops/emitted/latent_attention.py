@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import Sizes, check_letters
+from mla_fx.ops.common.check import check_letters
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
-from .attention import as_mask, check_mask, check_rotary, probabilities
-from .codes import CODES, check_latents, dequantised, dtype_of
-from .pages import check_contexts, context_of, latent_tiles
+from .attention import as_mask, check_mask, probabilities
+from .codes import CODES, dequantised, dtype_of
+from .pages import check_operands, context_of, latent_tiles
 from .tiled_attention import goes_by_tiles, mask_of_rows, row_tiles
 
 
@@ -130,11 +130,7 @@ def weighted(weights: Tensor, a: Arguments) -> Tensor:
 
 
 def check(a: Arguments) -> None:
-    check_latents(a, "mask", "context_lens", "block_table")
-    sizes: Sizes = {}
-    check_letters(a, sizes, query="B, S, N, Hckv")
-    check_rotary("query_rope", a, sizes)
-    check_contexts(a, sizes)
+    sizes = check_operands(a, "B, S, N, Hckv")
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     check_letters(a, sizes, sinks="N")
 

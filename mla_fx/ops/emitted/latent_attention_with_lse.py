@@ -1,11 +1,13 @@
 """latent_attention.with_lse: latent_attention, and the logarithms of its sums, by which parts are merged."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.define import Operator, Sample, define
 from mla_fx.ops.common.math import accumulation_dtype
 
 from . import latent_attention
@@ -44,16 +46,6 @@ def weights_and_sums(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return weights.to(dtype), scores.logsumexp(-1)
 
 
-def check(a: Arguments) -> None:
-    refuse_sinks(a.sinks)
-    latent_attention.check(a)
-
-
-def refuse_sinks(sinks: Tensor | None) -> None:
-    if sinks is not None:
-        raise ValueError("sinks are given; they must be None: a sum with a sink is not what other parts are merged by.")
-
-
 def fake(a: Arguments) -> tuple[Tensor, Tensor]:
     return latent_attention.fake(a), fake_sums(a.query)
 
@@ -63,15 +55,20 @@ def fake_sums(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
 
 
-def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Yield the samples of latent_attention that have no sinks."""
-    return without_sinks(latent_attention.samples(dtype))
+def define_with_lse(name: str, base: ModuleType, **functions: Any) -> Operator:
+    """Register the overload of `base` that returns the logarithms, too. It takes no sinks."""
+
+    def check(a: Any) -> None:
+        if a.sinks is not None:
+            what = "a sum with a sink is not what other parts are merged by"
+            raise ValueError(f"sinks are given; they must be None: {what}.")
+        base.check(a)
+
+    def samples(dtype: torch.dtype) -> Iterator[Sample]:
+        return (sample for sample in base.samples(dtype) if "sinks" not in sample.mode)
+
+    returns = ("out", "lse")
+    return define(f"{name}.with_lse", base.Arguments, returns=returns, check=check, samples=samples, **functions)
 
 
-def without_sinks(samples: Iterable[Sample]) -> Iterator[Sample]:
-    return (sample for sample in samples if "sinks" not in sample.mode)
-
-
-operator = define(
-    "latent_attention.with_lse", Arguments, body, returns=("out", "lse"), check=check, fake=fake, samples=samples
-)
+operator = define_with_lse("latent_attention", latent_attention, body=body, fake=fake)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.absorption import absorb_query, expand_output
-from mla_fx.ops.common.check import Sizes, check_letters
+from mla_fx.ops.common.check import check_letters
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.machine import multiplies_tiles
 from mla_fx.ops.common.math import wide_product
@@ -16,9 +16,8 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
-from .attention import as_mask, check_mask, check_rotary, probabilities
-from .codes import check_latents
-from .pages import check_contexts, context_of, unpaged, without_codes
+from .attention import as_mask, check_mask, probabilities
+from .pages import check_operands, context_of, unpaged, without_codes
 from .tiled_attention import Form, at_once, attend, count_of_scores, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
@@ -184,11 +183,7 @@ def joined(a: Arguments, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check(a: Arguments) -> None:
-    check_latents(a, "mask", "context_lens", "block_table")
-    sizes: Sizes = {}
-    check_letters(a, sizes, q_nope="B, S, N, D")
-    check_rotary("q_rope", a, sizes)
-    check_contexts(a, sizes)
+    sizes = check_operands(a, "B, S, N, D")
     check_letters(a, sizes, weight_uk="N, D, Hckv", weight_uv="N, Dv, Hckv")
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     check_letters(a, sizes, sinks="N")

@@ -1,17 +1,16 @@
 """mla_attention.with_lse: mla_attention, and the logarithms of its sums, by which parts are merged."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mla_fx.ops.common.absorption import expand_output
-from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import wide_product
 
 from . import latent_attention, latent_attention_with_lse, mla_attention
 from .attention import as_mask, logits
-from .latent_attention_with_lse import fake_sums, refuse_sinks, weights_and_sums, without_sinks
+from .latent_attention_with_lse import define_with_lse, fake_sums, weights_and_sums
 from .mla_attention import Arguments, in_latent_space, is_absorbed, joined
 from .pages import unpaged
 from .tiled_attention import mask_of_rows, row_tiles
@@ -76,27 +75,8 @@ def _of_rows(parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def check(a: Arguments) -> None:
-    refuse_sinks(a.sinks)
-    mla_attention.check(a)
-
-
 def fake(a: Arguments) -> tuple[Tensor, Tensor]:
     return mla_attention.fake(a), fake_sums(a.q_nope)
 
 
-def samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """Yield the samples of mla_attention that have no sinks."""
-    return without_sinks(mla_attention.samples(dtype))
-
-
-operator = define(
-    "mla_attention.with_lse",
-    Arguments,
-    body,
-    returns=("out", "lse"),
-    check=check,
-    fake=fake,
-    samples=samples,
-    kernel=kernel,
-)
+operator = define_with_lse("mla_attention", mla_attention, body=body, fake=fake, kernel=kernel)

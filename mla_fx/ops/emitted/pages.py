@@ -13,7 +13,8 @@ from torch import Tensor
 from mla_fx.ops.common.cache import from_nz
 from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_fractals, check_letters, readable
 
-from .codes import SCALES, dequantised, numbers, of_rows
+from .attention import check_rotary
+from .codes import SCALES, check_latents, dequantised, numbers, of_rows
 
 TILE = 512  # tokens gathered at a time: they fit a processor's cache, and make few tiles
 
@@ -80,6 +81,18 @@ def latent_tiles(
     tiles_of_scales = itertools.repeat(None) if own is None else (part for part, _, _ in tiles(own, block_table))
     for (rows, first, last), part in zip(tiles(_in_rows(pages), block_table), tiles_of_scales, strict=False):
         yield numbers(rows.flatten(2), part, dtype), first, last
+
+
+def check_operands(arguments: Any, letters: str, *skip: str) -> Sizes:
+    """Check queries, which come first and have these letters, and contexts, and devices and dtypes of all tensors but
+    those of `skip`. Return the sizes of axes."""
+    check_latents(arguments, "mask", "context_lens", "block_table", *skip)
+    sizes: Sizes = {}
+    query, rope, *_ = vars(arguments)
+    check_letters(arguments, sizes, **{query: letters})
+    check_rotary(rope, arguments, sizes)
+    check_contexts(arguments, sizes)
+    return sizes
 
 
 def check_contexts(arguments: Any, sizes: Sizes) -> None:

@@ -12,9 +12,9 @@ from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.sample import Sampler
 
 from . import latent_attention
-from .attention import aligned, check_mask, check_rotary, last_keys, masked
-from .codes import check_latents, of_rows
-from .pages import check_contexts, context_of
+from .attention import aligned, check_mask, last_keys, masked
+from .codes import of_rows
+from .pages import check_operands, context_of
 
 PAYS = 4  # times as many keys as are chosen: with fewer, attention to all of them costs less; measured on a CPU
 
@@ -113,12 +113,8 @@ def _places(a: Arguments, keys: Tensor, context: int) -> Tensor:
 
 
 def check(a: Arguments) -> None:
-    check_latents(a, "indices", "mask", "context_lens", "block_table")
     refuse_fractals(a.kv_cache)
-    sizes: Sizes = {}
-    check_letters(a, sizes, query="B, S, N, Hckv")
-    check_rotary("query_rope", a, sizes)
-    check_contexts(a, sizes)
+    sizes = check_operands(a, "B, S, N, Hckv", "indices")
     check_indices(a, sizes)
     check_mask(a.mask, a.context_lens, False, None, sizes)
     check_letters(a, sizes, sinks="N")

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.absorption import expand_output
-from mla_fx.ops.common.check import Sizes, check_letters
+from mla_fx.ops.common.check import check_letters
 from mla_fx.ops.common.define import Sample, define
 
 from . import mla_attention, sparse_latent_attention
-from .attention import aligned, as_mask, check_mask, check_rotary, masked
-from .codes import check_latents
-from .pages import check_contexts, context_of, without_codes
+from .attention import aligned, as_mask, check_mask, masked
+from .pages import check_operands, context_of, without_codes
 from .tiled_attention import mask_of_rows, parts
 
 ROWS = 256  # query tokens that are absorbed at a time
@@ -113,12 +112,8 @@ def over_all(a: Arguments) -> mla_attention.Arguments:
 
 
 def check(a: Arguments) -> None:
-    check_latents(a, "indices", "mask", "context_lens", "block_table")
     sparse_latent_attention.refuse_fractals(a.kv_cache)
-    sizes: Sizes = {}
-    check_letters(a, sizes, q_nope="B, S, N, D")
-    check_rotary("q_rope", a, sizes)
-    check_contexts(a, sizes)
+    sizes = check_operands(a, "B, S, N, D", "indices")
     check_letters(a, sizes, weight_uk="N, D, Hckv", weight_uv="N, Dv, Hckv")
     sparse_latent_attention.check_indices(a, sizes)
     check_mask(a.mask, a.context_lens, False, None, sizes)

@@ -209,7 +209,7 @@ def check_position(a: Arguments) -> None:
     else:
         check_shape("cache_index", a.cache_index, "B, S" if len(tokens) == 2 else "T", tokens)
     if by_block:
-        check_blocks(a.cache_index, blocks)
+        check_slots(a.cache_index, blocks, "blocks")
     else:
         check_slots(a.cache_index, blocks * block_size)
 
@@ -237,15 +237,7 @@ def pages(ends: Tensor, block_size: int) -> int | None:
     return int(((lengths + block_size - 1) // block_size).sum())
 
 
-def check_slots(index: Tensor, slots: int) -> None:
+def check_slots(index: Tensor, slots: int, of: str = "slots") -> None:
     """Whether the cache has slots; without slots nothing is stored, for any index."""
     if not statically_known_true(slots == 0):
-        check_index("cache_index", index, slots)
-
-
-def check_blocks(index: Tensor, blocks: int) -> None:
-    if not readable(index) or index.numel() == 0 or statically_known_true(blocks == 0):
-        return
-    largest = int(index.max())
-    if largest >= blocks:
-        raise ValueError(f"cache_index holds {largest}; it must be below {blocks}, the number of blocks of the cache.")
+        check_index("cache_index", index, slots, of)
