@@ -19,8 +19,6 @@ from torch.fx import Node
 
 from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.graph.walk import nearest_first
-from mla_fx.readings.attention import FUSED_ATTENTION
-from mla_fx.readings.softmax import EXPONENTIALS, SOFTMAX
 from mla_fx.rewriting.draft import Draft, fake_of, value_of
 
 from .inputs import constant_of
@@ -33,7 +31,7 @@ aten = torch.ops.aten
 SATURATING = 10
 ALIKE, DOMINATED = -12, 8
 LARGEST = 18  # no random number times two to this fits into float16
-SOFTMAXES = FUSED_ATTENTION | SOFTMAX | EXPONENTIALS.keys()
+SOFTMAXES = frozenset({"exp", "exp2", "_softmax", "_safe_softmax"})
 DIVISIONS = frozenset({aten.div.Tensor, aten.div.Tensor_mode})
 
 
@@ -63,10 +61,15 @@ def edges(region: Region) -> Iterator[Edge]:
     drawn = {leaf for leaf in region.leaves if constant_of(leaf) is None}
     if leaves := drawn & _rounded_to_codes(region):
         yield Edge(leaves, SATURATING, SATURATING)
-    if any(isinstance(call, Node) and call.target in SOFTMAXES for call in region.calls):
+    if any(isinstance(call, Node) and _attends(call.target) for call in region.calls):
         yield from (Edge(drawn, power, power) for power in (ALIKE, DOMINATED))
     if any(_holds(part, lambda dtype: dtype == torch.float16) for part in (*region.leaves, *region.calls)):
         yield Edge(drawn, 0, LARGEST, in_own_dtypes=True)
+
+
+def _attends(target: Any) -> bool:
+    name = getattr(target, "_opname", "")
+    return name in SOFTMAXES or "scaled_dot_product" in name
 
 
 def became_infinite(run: Interpreter, earlier: Interpreter) -> bool:

@@ -77,7 +77,7 @@ class Match:
         same = self._as_one(before, element) if equal_calls(before.origin, element.origin) else None
         if same is not None:
             return replace(self, same=same)
-        for value in (before, element):  # what is expanded from a latent was taken for the latent
+        for value in (before, element):  # either may be expanded from the latent
             check_one_product(value)
         if not equal_calls(before.origin, element.origin):
             places = f"{label_of(before.origin)} in one place and {label_of(element.origin)} in another"

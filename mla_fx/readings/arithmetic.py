@@ -82,7 +82,7 @@ class Arithmetic:
     """Leaves that are no elements: numbers from 0 to this, on which no result may depend."""
 
     scales: tuple[float, ...] = (0.0, 1.0, 1.0, 30.0, 1e3, 1e6, 1e20, 3e38)
-    """Of logarithms: masks of the lowest number make huge ones."""
+    """Logarithms are of these orders of magnitude: masks of the lowest number make huge ones."""
 
     rounding: float = 0.0
     """The relative error of logarithms in exponents."""

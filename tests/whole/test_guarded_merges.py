@@ -92,7 +92,7 @@ def test_a_sum_of_100_equal_keys_is_bounded(target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_bounded_attention_is_the_programs(bound, target):
-    """By sums, by logarithms, and each part before it is merged. Caches hold numbers beyond the bounds."""
+    """Parts are merged by sums or by logarithms, or bounded before. Caches hold numbers beyond the bounds."""
     end = BOUNDS[bound]
     layers = (
         Loop(loop(end=end)),
