@@ -180,6 +180,6 @@ def _blocks(cache: CacheRoles, slots: Size) -> tuple[Size, Size]:
 
 
 def _replaced(cache: CacheRoles, out: Expression) -> Replacement:
-    sizes = [product(axis.size for axis in role) for role in (cache.slot, cache.batch, cache.width)]
-    rows = Call(aten.reshape.default, out, sizes)
-    return replacing(cache.update.node, cache.update.index, result(rows, (cache.slot, cache.batch, cache.width)))
+    dims = (cache.slot, cache.batch, cache.width)
+    rows = Call(aten.reshape.default, out, [product(axis.size for axis in dim) for dim in dims])
+    return replacing(cache.update.node, cache.update.index, result(rows, dims))

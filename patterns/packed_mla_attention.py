@@ -81,17 +81,12 @@ class PackedMlaAttention(Rule):
 
 def _chain(first: Node) -> list[Node]:
     """The call and those after it, as far as each is of the next sequence."""
-    chain = [first]
-    for call in _following(first):
+    chain, calls = [first], list(first.graph.find_nodes(op="call_function", target=ONE))
+    for call in calls[calls.index(first) + 1 :]:
         if not _is_next(chain[-1], call):
             break
         chain.append(call)
     return chain
-
-
-def _following(first: Node) -> list[Node]:
-    calls = list(first.graph.find_nodes(op="call_function", target=ONE))
-    return calls[calls.index(first) + 1 :]
 
 
 def _is_next(call: Node, other: Node) -> bool:

@@ -143,7 +143,7 @@ def compare(
     announce("float32 reference")
     latents = random_latents(model.config, context)
     token = torch.randint(model.config.vocab_size, (1, 1))
-    exact = _reference(model, token, latents)
+    exact = Run("float32", copy.deepcopy(model).float(), token, filled_cache(model.config, latents, torch.float32))
     runs = tuple(Run(name, way, token, filled_cache(model.config, latents, model.dtype)) for name, way in ways.items())
     for run in runs:
         announce(f"{run.name}: first call")
@@ -159,10 +159,6 @@ def compare(
             if turn >= WARM_UPS:
                 run.milliseconds.append(elapsed)
     return Comparison(runs)
-
-
-def _reference(model: Any, token: Tensor, latents: Latents) -> Run:
-    return Run("float32", copy.deepcopy(model).float(), token, filled_cache(model.config, latents, torch.float32))
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:

@@ -18,40 +18,33 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 
-from .exact import BYTES, FLOATS, Wide, is_random, widened
+from .exact import BYTES, FLOATS, Wide, widened
 from .inputs import CODES
 
 DRAWS = 64  # with 16, verify refused 10 of 750 right results with 2 to 16 open choices in a row; with 64, none
 TIMES = 4  # the error of what a choice sees, in a draw: another run was off by at most 3.3 times, in 750 draws
 ULPS = 64  # of the largest number: the error of a value in a wide dtype
-STEPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "floor_divide", "remainder", "fmod"})
+STEPS = frozenset({"round", "floor", "ceil", "trunc", "sign", "floor_divide", "remainder", "fmod"})  # to whole numbers
 
 
 def choices(graph: Graph) -> list[Node]:
     """Calls whose results jump: whole numbers, flags and codes of floating values."""
     calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))
-    return [node for node in calls if _is_choice(node) and not {math.inf, -math.inf} & {*map(_number, node.args)}]
+    found = [node for node in calls if _is_choice(node)]
+    return [node for node in found if not any(isinstance(value, float) and math.isinf(value) for value in node.args)]
 
 
 def _is_choice(node: Node) -> bool:
     results = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
     operands = (one.meta.get("val") for one in node.all_input_nodes)
     is_made_of_floats = any(isinstance(value, Tensor) and _is_wide(value) for value in operands)
-    return is_made_of_floats and (_is_step(node) or not all(map(_is_wide, results)))
-
-
-def _is_step(node: Node) -> bool:
-    """Whether a call rounds numbers to whole ones."""
-    return node.target._opname in STEPS or bool(node.kwargs.get("rounding_mode"))  # type: ignore[union-attr]  # a call
+    is_step = getattr(node.target, "_opname", "") in STEPS or bool(node.kwargs.get("rounding_mode"))
+    return is_made_of_floats and (is_step or not all(map(_is_wide, results)))
 
 
 def _is_wide(value: Tensor) -> bool:
     """Whether numbers are widened: codes are not."""
     return value.dtype in (*FLOATS, torch.float64) or value.is_complex()
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, float) else None
 
 
 def seen_by(chosen: Collection[Node]) -> set[str]:
@@ -66,11 +59,6 @@ def depends_on(graph: Graph, is_source: Callable[[Node], bool]) -> set[Node]:
         if is_source(node) or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
-
-
-def of_random_numbers(graph: Graph) -> set[Node]:
-    """What depends on random numbers."""
-    return depends_on(graph, is_random)
 
 
 def of_bytes(graph: Graph) -> set[Node]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,7 +152,8 @@ def _difference(plan: Change, region: Region, sizes: SmallSizes, doubt: Differen
         except UncheckedError as error:
             reason = str(error)
             continue
-        if found is not None and not any(map(_has_nan, run.values.values())):
+        tensors = (value for value in run.values.values() if isinstance(value, Tensor))
+        if found is not None and not any(bool(tensor.isnan().any()) for tensor in tensors):
             return found
         agreed += [run] if found is None else []
         if agreed and doubt is None and (inputs.differ or len(agreed) == ENOUGH):
@@ -217,10 +218,6 @@ def _first_difference(
         for sentence in filter(None, map(compare, before, after)):
             return Difference(old, new, sentence, run)
     return None
-
-
-def _has_nan(value: Any) -> bool:
-    return isinstance(value, Tensor) and bool(value.isnan().any())
 
 
 def _coarsest(plan: Change) -> torch.dtype:

@@ -84,7 +84,7 @@ def _is_finite(value: Any) -> bool:
 
 def _rounded_to_codes(region: Region) -> set[Node]:
     """What the program rounds codes from, but not what that is divided by, as a scale is."""
-    codes = (call for call in region.calls if _holds(call, _is_code))
+    codes = (call for call in region.calls if _holds(call, lambda dtype: dtype.itemsize == 1 and dtype != torch.bool))
     first = (node for call in codes for node in _numerators(call))
     return {*nearest_first(first, _numerators, region.leaves.__contains__)}.intersection(region.leaves)
 
@@ -94,17 +94,9 @@ def _numerators(call: Value) -> list[Node]:
     if isinstance(call, Draft) or call.target is aten.reciprocal.default:
         return []
     operands = call.all_input_nodes[: 1 if call.target in DIVISIONS else None]
-    return [operand for operand in operands if _holds(operand, _is_number)]
+    return [one for one in operands if _holds(one, lambda dtype: dtype.is_floating_point and dtype.itemsize > 1)]
 
 
 def _holds(part: Value, are_such: Callable[[torch.dtype], bool]) -> bool:
     value = fake_of(part)
     return isinstance(value, Tensor) and are_such(value.dtype)
-
-
-def _is_code(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 1 and dtype != torch.bool
-
-
-def _is_number(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1

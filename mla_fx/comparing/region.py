@@ -60,8 +60,9 @@ class Region:
         sources = {origin for source in plan.sources for origin in _origins(source)}
         while True:
             region = cls._behind(plan, sources)
-            inside, leaves = {*region.leaves, *region.calls}, {leaf for leaf in region.leaves if _is_call(leaf)}
-            dependent = {leaf for leaf in leaves if _depends_on(leaf, inside)}
+            inside = {*region.leaves, *region.calls}
+            leaves = {leaf for leaf in region.leaves if leaf.op == "call_function"}
+            dependent = {leaf for leaf in leaves if len(few_behind(leaf, inside)) < FEW}
             if from_common and not dependent and (common := _common(leaves)):
                 sources.add(common)
                 dependent = {leaf for leaf in leaves - {common} if common in few_behind(leaf)}
@@ -158,7 +159,8 @@ class Region:
     def sizes_in_numbers(self, sizes: Set[int]) -> set[int]:
         """The sizes that numbers of the program may be: the 1536 of a mean, the 192 of 1 / sqrt(192)."""
         numbers = (abs(number) for call in self.calls for number in numbers_of(call))
-        powers = (power for number in numbers if 1 / LARGEST <= number <= LARGEST for power in _powers(number))
+        likely = [number for number in numbers if 1 / LARGEST <= number <= LARGEST]
+        powers = (power for number in likely for power in (number, 1 / number, number**2, number**-2))
         return {size for power in powers for size in sizes if abs(power - size) <= NEAR * size}
 
 
@@ -182,10 +184,6 @@ def _averaged(call: Node | Draft, numbers: Numbers) -> Iterator[Iterable[int]]:
         sizes = numbers.of(fake_of(argument))
         if ("gamma" in name or name == "normalized_shape") and isinstance(sizes, (tuple, list)):
             yield sizes
-
-
-def _powers(number: float) -> tuple[float, ...]:
-    return number, 1 / number, number**2, number**-2
 
 
 def _collect(values: Iterable[Any], sizes: set[int]) -> None:
@@ -229,15 +227,6 @@ def _uncast(node: Node) -> Node:
     while node.target in CASTS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
-
-
-def _is_call(node: Node) -> bool:
-    return node.op == "call_function"
-
-
-def _depends_on(node: Node, inside: Set[Node | Draft]) -> bool:
-    """Whether a few calls compute a value from others of a region and from the graph's inputs."""
-    return len(few_behind(node, inside)) < FEW
 
 
 def _common(nodes: Iterable[Node]) -> Node | None:

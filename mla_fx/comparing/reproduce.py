@@ -58,10 +58,8 @@ def drawn(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def distances(unfused: Function, fused: Function, values: Mapping[str, Any]) -> list[float]:
     """The distance of each result of two functions in a dtype that hardly rounds."""
-    dtype, found = _dtype(values), []
-    for function in (unfused, fused):
-        gm = traced(function, values)
-        found.append(Wide(gm, dtype).results([*values.values()]).outputs)
+    graphs, dtype = (traced(function, values) for function in (unfused, fused)), _dtype(values)
+    found = (Wide(gm, dtype).results([*values.values()]).outputs for gm in graphs)
     return [distance(mine, theirs) for theirs, mine in zip(*map(tree_leaves, found), strict=True)]
 
 

@@ -29,12 +29,12 @@ from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_compilers import as_boxed, compile_fx, compile_fx_inner, is_boxed
 
 from .behind import behind
-from .choices import Choosing, choices, errors, nearby, of_bytes, of_random_numbers, rounding_of, seen_by
+from .choices import Choosing, choices, depends_on, errors, nearby, of_bytes, rounding_of, seen_by
 from .closeness import SAME, Closeness, blind, closeness, distance, wide_dtype
 from .culprit import Culprit, find, listed
 from .cutout import Cutout, whole
 from .envelope import Envelope
-from .exact import Dry, Results, Wide, in_copies, writes
+from .exact import Dry, Results, Wide, in_copies, is_random, writes
 from .reproducer import of_lowering, of_rule, reproduced
 
 
@@ -155,7 +155,7 @@ class Verification:
 
     def _check_compiled(self, ours: Sequence[Any], call: _Call) -> str:
         graph, results = self.unfused.graph, self._results()
-        random, in_bytes = of_random_numbers(graph), of_bytes(graph)
+        random, in_bytes = depends_on(graph, is_random), of_bytes(graph)
         values = [*zip(ours, call.plain.all, call.exact.all, strict=True)]
         found = {
             number: closeness(str(result), *values[number])

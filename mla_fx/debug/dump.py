@@ -42,7 +42,8 @@ class Dump:
 
     def _keep_layers(self, graph: Graph) -> None:
         """Keep the layers of the first graph, and of the last one before fused operators are lowered."""
-        if sum(count_fused(graph).values()) < _count_fused(self._layers["after"]):
+        before = sum(node["fused"] is not None for layer in self._layers["after"].values() for node in layer.nodes)
+        if sum(count_fused(graph).values()) < before:
             return
         self._layers["after"] = layers_of(graph, is_fused=self._fuses_loops)
         if not self._layers["before"]:
@@ -78,10 +79,6 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(f"The dump folder {str(folder)!r} cannot be written: {error.strerror or error}.") from error
-
-
-def _count_fused(layers: Mapping[str, LayerText]) -> int:
-    return sum(node["fused"] is not None for layer in layers.values() for node in layer.nodes)
 
 
 def _index(report: Report, stages: Sequence[RecordedStage]) -> str:

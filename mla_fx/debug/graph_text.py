@@ -3,8 +3,9 @@ random inputs; `mla_fx.debug.stage` holds what it imports."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,17 +78,11 @@ class Writer(Source):
             if isinstance(item, Section):
                 lines.append(self._call(item, layer))
                 continue
-            lines += self.lines(item, self.named(layer))
+            lines += self.lines(item, functools.partial(self._named, layer=layer))
         return lines
 
-    def named(self, layer: str | None) -> Callable[[Node], str]:
-        def name_of(node: Node) -> str:
-            return self._input(node, layer) if node in self.inputs else node.name
-
-        return name_of
-
-    def _input(self, node: Node, layer: str | None) -> str:
-        name = self.inputs[node]
+    def _named(self, node: Node, layer: str | None) -> str:
+        name = self.inputs.get(node, "")
         found = _NUMBER.search(name)
         if layer is None or found is None or found[0] != layer:
             return self.name_of(node)
@@ -121,7 +116,7 @@ class Writer(Source):
         depth = len(section.path)
 
         def name_of(node: Node) -> str:
-            return numbers[node] if node in numbers else self._input(node, section.layer)
+            return numbers[node] if node in numbers else self._named(node, section.layer)
 
         lines = [f"{self.assigned(node, name_of)} {module_of(node).split('.')[depth:]}" for node in nodes]
         return "\n".join([*lines, *(numbers[node] for node in gives)])

@@ -144,9 +144,7 @@ def written_in_place(graph: Graph, owners: Mapping[Node, Node]) -> set[Node]:
 
 
 def _size(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.numel() * value.itemsize
-    values = value if isinstance(value, (tuple, list)) else ()
+    values = value if isinstance(value, (tuple, list)) else (value,)
     return sum(part.numel() * part.element_size() for part in values if isinstance(part, Tensor))
 
 

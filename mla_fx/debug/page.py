@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -94,8 +95,4 @@ def page(graph: Mapping[str, Any]) -> str:
     """The page of a dumped graph, whose data is in its `graph.json`. It needs no other file and no network."""
     data = json.dumps(graph).replace("<", "\\u003c")  # which could end the script
     title = one_line(f"mla_fx on {graph['report']['target']}")
-    return _TEMPLATE.read_text(encoding="utf-8").replace("page title", _escaped(title), 1).replace(_DATA, data, 1)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    return _TEMPLATE.read_text(encoding="utf-8").replace("page title", html.escape(title), 1).replace(_DATA, data, 1)

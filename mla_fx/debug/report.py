@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Miss", "PassRecord", "Report"]
 
+# What a report of several graphs has of each, one after the other.
+SUMMED = "misses", "passes", "notes", "hindrances", "memory", "verified", "checked", "unchecked", "refuted"
+
 
 @dataclass
 class PassRecord:
@@ -76,15 +79,8 @@ class Report:
                 counts.update({name: counts.get(name, 0) + count for name, count in more.items()})
             for name, paths in report.modules.items():
                 whole.modules[name] = whole.modules.get(name, []) + paths
-            whole.misses += report.misses
-            whole.passes += report.passes
-            whole.notes += report.notes
-            whole.hindrances += report.hindrances
-            whole.memory += report.memory
-            whole.verified += report.verified
-            whole.checked += report.checked
-            whole.unchecked += report.unchecked
-            whole.refuted += report.refuted
+            for name in SUMMED:
+                setattr(whole, name, getattr(whole, name) + getattr(report, name))
             whole.has_attention |= report.has_attention
             whole.is_training |= report.is_training
             whole.made = max(whole.made, report.made)

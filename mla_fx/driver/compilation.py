@@ -41,8 +41,9 @@ def checked(given: Mapping[str, Any]) -> Options:
             raise OptionError(str(fault)) from fault.error
     patterns = {rule.name for rule in discovery.rules()} | {fault.name for fault in discovery.found_rules().faults}
     options = parse(given, discovery.targets(), frozenset(patterns))
-    if options.target != AUTO:
-        _require(discovery.targets()[options.target])
+    reason = None if options.target == AUTO else discovery.targets()[options.target].missing()
+    if reason is not None:
+        raise OptionError(f"target {options.target!r} cannot be used here: {reason}")
     return options
 
 
@@ -280,12 +281,6 @@ def automatic_target(targets: Mapping[str, Target], example_inputs: Sequence[Any
     if not able:
         raise OptionError(f"no target serves these inputs; known targets are {', '.join(map(repr, targets))}")
     return min(able, key=lambda target: target.is_fallback)
-
-
-def _require(target: Target) -> None:
-    reason = target.missing()
-    if reason is not None:
-        raise OptionError(f"target {target.name!r} cannot be used here: {reason}")
 
 
 def through_dynamo(error: Exception) -> Exception:

@@ -37,17 +37,13 @@ class _Run:
             self._reports.append(report)
 
     def reports(self) -> list[Report]:
+        from mla_fx.graph.torch_compilers import was_reset
+
         with self._lock:
-            if self._dynamo is not None and _was_reset(self._dynamo):
+            if self._dynamo is not None and was_reset(self._dynamo):
                 self._reports.clear()
             self._is_read = True
             return list(self._reports)
-
-
-def _was_reset(dynamo: object) -> bool:
-    from mla_fx.graph.torch_compilers import was_reset
-
-    return was_reset(dynamo)
 
 
 _run = _Run()

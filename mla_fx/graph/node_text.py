@@ -3,6 +3,7 @@ shown."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -33,13 +34,8 @@ def tally(counts: Mapping[str, int]) -> str:
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:
     """Numbers in runs without gaps."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
+    runs = itertools.groupby(enumerate(numbers), lambda placed: placed[1] - placed[0])
+    return [[number for _, number in run] for _, run in runs]
 
 
 def value_of(node: Node) -> Any:

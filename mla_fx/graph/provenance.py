@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -28,12 +29,7 @@ ORIGINS = "mla_fx_replaced"  # of a fused operator: names, source lines and modu
 
 def count_fused(graph: Graph) -> dict[str, int]:
     """How often each operator of this project appears in a graph, in order of first appearance."""
-    counts: dict[str, int] = {}
-    for node in graph.nodes:
-        name = fused_name(node)
-        if name is not None:
-            counts[name] = counts.get(name, 0) + 1
-    return counts
+    return dict(Counter(name for node in graph.nodes if (name := fused_name(node)) is not None))
 
 
 class Calling(Protocol):

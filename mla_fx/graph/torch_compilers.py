@@ -15,38 +15,7 @@ if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as GraphPass
     from torch.fx import GraphModule, Node
 
-__all__ = [
-    "GraphPass",
-    "aot_autograd",
-    "as_boxed",
-    "cache_folder",
-    "compile_fx",
-    "compile_fx_frozen",
-    "compile_fx_inner",
-    "cpp_compiler",
-    "cpp_library",
-    "debug_folder",
-    "dynamo_run",
-    "inductor_counts",
-    "inductor_decompositions",
-    "inductor_key",
-    "inductor_modes",
-    "inductor_options",
-    "inductor_type",
-    "input_path",
-    "is_bisected_out",
-    "is_boxed",
-    "is_freezing",
-    "is_frozen",
-    "is_lifted",
-    "is_packaging",
-    "is_saving",
-    "not_cached",
-    "passing_dynamo",
-    "static_inputs",
-    "was_reset",
-    "when_compiled",
-]
+__all__ = ["GraphPass"]  # torch's own; all else is defined here
 
 # --- Dynamo and AOTAutograd ------------------------------------------------------------------------------------------
 

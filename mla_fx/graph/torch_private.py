@@ -16,61 +16,30 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 # The class of operators in graphs. torch has no public name for it.
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 
 # A weak reference to memory, which no later memory can be mistaken for.
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
 # Short names of dtypes, as torch prints them in its own graphs.
-from torch.utils._dtype_abbrs import dtype_abbrs
+from torch.utils._dtype_abbrs import dtype_abbrs as dtype_abbrs
 
 # Whether a tensor wraps others, whose memory it then uses.
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 # Nested values, flattened as torch does it.
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # A dictionary that keeps no storage alive. Those of `weakref` lose one whose Python object torch makes anew.
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from torch.fx import Graph
-
-__all__ = [
-    "HigherOrderOperator",
-    "OpOverload",
-    "StorageWeakRef",
-    "WeakIdKeyDictionary",
-    "codegen_of",
-    "defining_module",
-    "detect_fake_mode",
-    "dtype_abbrs",
-    "fake_tensor",
-    "floor_division",
-    "guards",
-    "has_symbolic_sizes",
-    "hint_of",
-    "in_kernel_invocation_manager",
-    "is_fake",
-    "is_known",
-    "is_traceable_wrapper_subclass",
-    "is_traced",
-    "make_fx",
-    "memory_of",
-    "python_dispatcher",
-    "python_dispatcher_off",
-    "remainders",
-    "share_storage",
-    "trace_artifact",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-    "unknown_number",
-    "unset_fake_temporarily",
-    "version_of",
-]
 
 # --- tensors and graphs ----------------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ class Match:
         Raises NoMatch if two axes of one reading became one, such as the dimension that a product sums over and one
         that it keeps, or if two readings split one axis in incompatible ways."""
         for reading in self.readings.values():
-            if not _keep_apart(_axes_of(reading.scope), self.same):
+            if not _keep_apart({digit.axis for index in reading.scope for digit, _ in index.terms}, self.same):
                 raise NoMatch("one dimension is used as two", reading.node)
         elements = (index for element in self.elements.values() for index in element.indices)
         readings = (index for reading in self.readings.values() for index in reading.indices)
@@ -305,10 +305,6 @@ class NearestMiss:
 def _extended(same: Same, axis: Axis, index: Index) -> Same:
     earlier = {other: substitute(place, {axis: index}) or place for other, place in same.items()}
     return {**earlier, axis: index}
-
-
-def _axes_of(indices: Iterable[Index]) -> set[Axis]:
-    return {digit.axis for index in indices for digit, _ in index.terms}
 
 
 def _keep_apart(apart: Iterable[Axis], same: Same) -> bool:

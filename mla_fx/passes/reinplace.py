@@ -110,18 +110,13 @@ def _update(node: Node, position: int, name: str) -> Update:
         raise NoMatch(f"the updated {name} differs from what the graph input becomes")
     if any(reader.op == "output" for part in (*update.results, update.value) for reader in readers(part)):
         raise NoMatch(f"the updated {name} is an output")
-    if any(_is_read_elsewhere(result, cache) for result, cache in update.instead):
+    if any(any(stride_readers(result)) and not fill_memory_alike(result, cache) for result, cache in update.instead):
         raise NoMatch(f"the updated {name} is read by its strides, and the graph input has other strides")
     spared = {node, *unread_without({update.value})}
     for reader in readers(source):
         if reader not in spared and reader > node:
             raise NoMatch(f"{reader.op if reader.op == 'output' else reader.name} reads the old {name}")
     return update
-
-
-def _is_read_elsewhere(result: Node, cache: Node) -> bool:
-    """Whether a node that reads a result by its strides would read other elements if it read the cache."""
-    return next(stride_readers(result), None) is not None and not fill_memory_alike(result, cache)
 
 
 def _results(node: Node, position: int) -> list[Node]:

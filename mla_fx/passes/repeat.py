@@ -161,7 +161,8 @@ def _added(
     ordered: dict[Node | Draft, Draft] = {}
 
     def visit(part: Node | Draft) -> bool:
-        if part in ordered or (isinstance(part, Node) and (part in calls or _is_size(part))):
+        is_known = part in ordered or part in calls
+        if is_known or (isinstance(part, Node) and isinstance(part.meta["val"], torch.SymInt)):
             return True
         draft = part if isinstance(part, Draft) else emit.draft_of(part)
         if draft is None or not all(map(visit, draft.operands)):
@@ -170,10 +171,6 @@ def _added(
         return True
 
     return tuple(ordered.items()) if all(visit(new) for _, new in plan.replacements) else None
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(node.meta["val"], torch.SymInt)
 
 
 def _way(anchor: Node, end: Node) -> _Way | None:

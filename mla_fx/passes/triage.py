@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
 from mla_fx.debug.report import Report
 from mla_fx.graph.aliasing import owner, written
+from mla_fx.graph.node_text import value_of
 from mla_fx.graph.provenance import count_fused
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.readings.attention import anchors
@@ -135,9 +136,9 @@ def _writes(name: str) -> bool:
 def has_bottleneck(graph: Graph) -> bool:
     """Whether latents are projected up. Latents are the normalised result of a narrowing projection, or a normalised
     slice of a projection's result."""
-    ups = (node for node in graph.nodes if called(node) in PROJECTIONS and _projects_up(node))
+    ups = (node for node in graph.nodes if called(node) in PROJECTIONS and _widening(node) > 0)
     ways = (way for up in ups for way in _ways(up, PROJECTIONS))
-    return any(way.is_normed and (way.is_cut or _projects_down(way.node)) for way in ways)
+    return any(way.is_normed and (way.is_cut or _widening(way.node) < 0) for way in ways)
 
 
 class _Way(NamedTuple):
@@ -156,7 +157,8 @@ def _ways(product: Node, products: frozenset[str]) -> Iterator[_Way]:
         for operand in node.all_input_nodes:
             name = called(operand)
             way = _Way(operand, is_cut or name in CUTS, is_normed or name in NORMS)
-            if operand.op in ("placeholder", "get_attr") or way in seen or _is_residual(operand):
+            is_residual = name in ADDITIONS and len(operand.all_input_nodes) == 2
+            if operand.op in ("placeholder", "get_attr") or way in seen or is_residual:
                 continue
             seen.add(way)
             if name in products:
@@ -165,18 +167,10 @@ def _ways(product: Node, products: frozenset[str]) -> Iterator[_Way]:
                 pending.append(way)
 
 
-def _is_residual(node: Node) -> bool:
-    return called(node) in ADDITIONS and len(node.all_input_nodes) == 2
-
-
-def _projects_up(product: Node) -> bool:
+def _widening(product: Node) -> int:
+    """How many columns a projection adds, below zero if it takes some away; zero for a product without a weight."""
     data = _data(product)
-    return data is not None and _width(product) > _width(data)
-
-
-def _projects_down(product: Node) -> bool:
-    data = _data(product)
-    return data is not None and _width(product) < _width(data)
+    return 0 if data is None else _width(product) - _width(data)
 
 
 def _data(product: Node) -> Node | None:
@@ -196,18 +190,14 @@ def _is_weight(node: Node) -> bool:
         if not operands or (len(operands) > 1 and called(node) not in SCALINGS):
             return False
         node, is_scaled = operands[0], is_scaled or len(operands) > 1
-    fake = _value(node)
+    fake = value_of(node)
     return getattr(fake, "ndim", 0) <= 3 and (not is_scaled or getattr(fake, "itemsize", 0) == 1)
 
 
 def _width(node: Node) -> int:
-    value = _value(node)
+    value = value_of(node)
     width = value.shape[-1] if getattr(value, "ndim", 0) else 0
     return width if isinstance(width, int) else 0
-
-
-def _value(node: Node) -> Any:
-    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def _is_dropped(random: Node) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.axes import Axes, Axis, Dims, Index, axes, extent, shifted
+from mla_fx.readings.axes import Axes, Dims, Index, axes, extent, shifted
 from mla_fx.readings.cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.integers import IntegerSum, integer_sum
@@ -18,7 +18,7 @@ from mla_fx.readings.sizes import Size, product
 
 from .bounds import count, counted_from_start, is_below, is_from_start, or_else, proved
 from .fractals import check_memory, in_nz
-from .materialize import tensor
+from .materialize import size_over, tensor
 from .plan import ByTarget, Call, Expression, Replacement, Representative, result
 from .replacement import replacing
 
@@ -119,15 +119,11 @@ def positions_and_caches(latent: CacheRoles, keys: CacheRoles | None) -> tuple[E
     found = slots_by_target(latent, *others)
     if keys is not None:
         return found, old_cache(latent), old_cache(keys)
-    old, sizes = latent.update.old, [_size(latent.batch), 1, _size(latent.slot), 0]
+    old, sizes = latent.update.old, [size_over(latent.batch), 1, size_over(latent.slot), 0]
     if latent.update.fractals is not None:
-        sizes = [_size(dim) for dim in in_nz(old, latent.update.fractals)[1]]
+        sizes = [size_over(dim) for dim in in_nz(old, latent.update.fractals)[1]]
         sizes[1] = 0
     return found, old_cache(latent), new_cache(old, old.meta["val"].dtype, *sizes)
-
-
-def _size(axes: Sequence[Axis]) -> Size:
-    return product(axis.size for axis in axes)
 
 
 def slots_by_target(cache: CacheRoles, *others: CacheRoles) -> Expression:
@@ -150,7 +146,7 @@ def positions(cache: CacheRoles, *others: CacheRoles, is_skipped: bool = False) 
         case From(start):
             device = cache.update.rows.meta["val"].device
             options = {"start": start, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
-            counted = Call(torch.ops.prims.iota.default, _size(cache.token), **options)
+            counted = Call(torch.ops.prims.iota.default, size_over(cache.token), **options)
             return Call(aten.unsqueeze.default, counted, 0)
         case Appended():
             raise AssertionError("appended rows have no positions")
@@ -166,7 +162,7 @@ def _positioned(cache: CacheRoles) -> tuple[Element, ...]:
 def batch_of_positions(cache: CacheRoles) -> Size:
     """B of `positions`: 1 if all sequences are written to the same positions."""
     is_own = any(axis in part.axes for part in _positioned(cache) for axis in cache.batch)
-    return _size(cache.batch) if is_own else 1
+    return size_over(cache.batch) if is_own else 1
 
 
 def _check_apart(cache: CacheRoles) -> None:

@@ -86,8 +86,9 @@ def round_trips(emit: Emitter) -> Iterator[Change]:
     for wide in emit.graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
         if wide._erased:
             continue
-        narrow = wide.args[0]
-        is_lossless = is_coarser(_dtype(narrow), _dtype(wide)) and _strides(narrow) == _strides(wide)
+        narrow = wide.all_input_nodes[0]
+        dtypes = narrow.meta["val"].dtype, wide.meta["val"].dtype
+        is_lossless = is_coarser(*dtypes) and _strides(narrow) == _strides(wide)
         if RULE in wide.meta and is_lossless:
             yield from (Change.of([pair], {narrow}) for pair in _round_trips(emit, wide, narrow))
 
@@ -135,9 +136,3 @@ def _joined_again(emit: Emitter, cat: Node) -> tuple[Draft | Node, Node] | None:
 
 def _strides(node: Node) -> list[Size]:
     return [size_of(stride) for stride in node.meta["val"].stride()]
-
-
-def _dtype(node: Node) -> torch.dtype:
-    dtype = node.meta["val"].dtype
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -117,7 +117,8 @@ class Emitter:
         return self.traces.inlined(function, args, options, decompositions)
 
     def _call(self, part: Call) -> Draft | Node:
-        return self.call(part.target, *map(self.evaluate, part.args), **_mapped(self.evaluate, part.options))
+        options = {name: self.evaluate(value) for name, value in part.options.items()}
+        return self.call(part.target, *map(self.evaluate, part.args), **options)
 
     def _cast(self, part: Cast) -> Draft | Node:
         value: Draft | Node = self.evaluate(part.value)
@@ -276,10 +277,6 @@ _EVALUATED: dict[type[Expression], Callable[[Emitter, Any], Any]] = {
     Representative: lambda emit, part: emit.evaluate(part.value),
     ViewOf: Emitter._view,
 }
-
-
-def _mapped(function: Callable[[Any], Any], values: dict[str, Any]) -> dict[str, Any]:
-    return {name: function(value) for name, value in values.items()}
 
 
 Apply = Callable[[Emitter, str, Change], list[Node]]

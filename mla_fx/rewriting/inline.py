@@ -44,7 +44,8 @@ class Traces:
 
             with self.fakes.faking():
                 self._traced[key] = _trace(positional, values, decompositions)
-        return drafts_of(self._traced[key], given, simplified)
+        # a call is the value that it is, if that is so: compilers would copy it
+        return drafts_of(self._traced[key], given, lambda draft: unturned(uncut(draft)))
 
 
 def _trace(function: Callable[..., Any], values: list[Any], decompositions: Any) -> GraphModule:
@@ -75,18 +76,9 @@ def drafts_of(
             drafts[node] = Draft(getattr(function, str(node.target)), (), {}, None)
             continue
         assert node.op == "call_function", f"cannot inline a {node.op} node"
-        args, kwargs = (_with(drafts, value) for value in (node.args, node.kwargs))
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), drafts.__getitem__)
         drafts[node] = finish(Draft(node.target, args, kwargs, node.meta.get("val"), node.name, node.meta))
     raise AssertionError("a graph ends with its output")
-
-
-def _with(drafts: Mapping[Node, Any], value: Any) -> Any:
-    return torch.fx.node.map_aggregate(value, lambda leaf: drafts[leaf] if isinstance(leaf, Node) else leaf)
-
-
-def simplified(part: Node | Draft) -> Node | Draft:
-    """A node or draft, or the value that it is: compilers would copy it."""
-    return unturned(uncut(part))
 
 
 def uncut(part: Node | Draft) -> Node | Draft:

@@ -160,17 +160,17 @@ def _arranged(base: _Sized, units: list[Axes], wanted: list[Axes]) -> _Sized:
     position = {axis: place for place, axis in enumerate(axis for dim in wanted for axis in dim)}
     order = sorted(range(len(units)), key=lambda unit: position[units[unit][0]])
     if order != list(range(len(units))):
-        base = base.reshaped([_size(unit) for unit in units])
+        base = base.reshaped([size_over(unit) for unit in units])
         base = _Sized(Call(aten.permute.default, base.value, order), tuple(base.sizes[unit] for unit in order))
-    return base.reshaped([_size(axis for axis in dim if axis in present) for dim in wanted])
+    return base.reshaped([size_over(axis for axis in dim if axis in present) for dim in wanted])
 
 
 def _expanded(base: _Sized, wanted: list[Axes]) -> Expression:
-    sizes = list(map(_size, wanted))
+    sizes = list(map(size_over, wanted))
     return base.value if list(base.sizes) == sizes else Call(aten.expand.default, base.value, sizes)
 
 
-def _size(axes: Iterable[Axis]) -> Size:
+def size_over(axes: Iterable[Axis]) -> Size:
     return product(axis.size for axis in axes)
 
 

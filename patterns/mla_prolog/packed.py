@@ -162,11 +162,9 @@ def _divides_in_order(norm: RmsNorm) -> bool:
     inner = [part for part in factors_of(norm.node) if part is not norm.gamma.origin]
     stops = {norm.value.origin, norm.value.seen[0], norm.gamma.origin}
     is_wide = not any(rounded_in("", norm.node, stops))
-    return is_wide and len(inner) == 1 and inner[0].target is aten.div.Tensor and _is_root(args_of(inner[0])[1])
-
-
-def _is_root(value: object) -> bool:
-    return isinstance(value, Node) and value.target is aten.sqrt.default
+    if not is_wide or len(inner) != 1 or inner[0].target is not aten.div.Tensor:
+        return False
+    return getattr(args_of(inner[0])[1], "target", None) is aten.sqrt.default
 
 
 def _is_dequantised_in_order(match: Match) -> bool:
