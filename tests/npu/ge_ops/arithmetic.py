@@ -104,6 +104,10 @@ def Axpy(x1: Tensor, x2: Tensor, alpha: float) -> Tensor:
     return x1 + alpha * x2
 
 
+def Sxpy(x1: Tensor, x2: Tensor, alpha: Tensor) -> Tensor:
+    return x1 - alpha * x2
+
+
 def ClipByValueV2(x: Tensor, clip_value_min: Tensor, clip_value_max: Tensor) -> Tensor:
     return x.clamp(clip_value_min, clip_value_max)
 
