@@ -28,7 +28,7 @@ from .logits import Mask, added_scores, logits
 from .reading import Reading
 from .sizes import Size, ratio
 from .softmax import EXPONENTIALS, SOFTMAX, Softmax, exponential, softmax, subtracts_logarithm
-from .views import MOVERS, fresh_index, pads_with_zero, seams, shape_of
+from .views import MOVERS, fresh_index, has_dim, pads_with_zero, seams, shape_of
 
 aten = torch.ops.aten
 
@@ -117,12 +117,13 @@ def attention(node: Node) -> Attention:
 def _has_one_key(node: Node) -> bool:
     """Products with one key are read as anything but a sum over keys."""
     if node.target in SOFTMAX:
-        return bool(shape_of(node)[args_of(node)[1]] == 1)
+        dim = args_of(node)[1]
+        return has_dim(len(shape_of(node)), dim) and shape_of(node)[dim] == 1
     exp = exponential(node if node.target in EXPONENTIALS else args_of(node)[0])
     if exp is None:
         return False
-    sums = (user for user in exp.users if user.target is aten.sum.dim_IntList)
-    return any(shape_of(exp)[dim] == 1 for total in sums for dim in args_of(total)[1])
+    sums = (args_of(user)[1] for user in exp.users if user.target is aten.sum.dim_IntList)
+    return any(has_dim(len(shape_of(exp)), dim) and shape_of(exp)[dim] == 1 for dims in sums for dim in dims or ())
 
 
 def weighted_by(node: Node, output: Node, index: tuple[Index, ...], weighted: Contraction, found: Softmax) -> Attention:

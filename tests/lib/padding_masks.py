@@ -28,6 +28,7 @@ SPELLINGS: dict[str, Spelling] = {
     "a product minus a number": lambda pad, dtype: pad.to(dtype) * 1e9 - 1e9,
     "a quotient": lambda pad, dtype: (pad.to(dtype) - 1.0) / 1e-4,
 }
+QUICK = "one minus flags", "one minus flags, the lowest number", "rsub"
 
 
 class Padded(Layer):

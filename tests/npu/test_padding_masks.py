@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from lib.layers import Sizes, check_no_further
-from lib.padding_masks import SPELLINGS, Padded, given, without_padding
+from lib.padding_masks import QUICK, SPELLINGS, Padded, given, without_padding
 
 from npu.converted import types
 
@@ -28,7 +28,9 @@ def plain(tokens, grows):
 
 @pytest.mark.parametrize("grows", [False, True], ids=["static", "growing"])
 @pytest.mark.parametrize("tokens", [1, 20], ids=["step", "prompt"])
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    "spelling", [name if name in QUICK else pytest.param(name, marks=pytest.mark.campaign) for name in SPELLINGS]
+)
 def test_padding_masks_fuse(spelling, tokens, grows):
     module = layer(SPELLINGS[spelling], tokens, grows)
     flags = torch.int64 if tokens == 1 else torch.bfloat16
@@ -37,7 +39,7 @@ def test_padding_masks_fuse(spelling, tokens, grows):
     assert {"latent_attention", "mla_attention"} & {*report.fused}
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", QUICK)
 def test_flags_of_lengths_are_lengths_of_the_kernel(converted, spelling):
     """A declared mask gives each sequence its length."""
     module = layer(SPELLINGS[spelling], 1)

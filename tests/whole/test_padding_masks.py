@@ -6,10 +6,9 @@ import functools
 import pytest
 import torch
 from lib.layers import QUIET, Reporting, Sizes
-from lib.padding_masks import SPELLINGS, Padded, given
+from lib.padding_masks import QUICK, SPELLINGS, Padded, given
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
-QUICK = "one minus flags", "one minus flags, the lowest number", "rsub"
 TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.slow)]
 FUSED = {"mla_prolog": 1, "latent_attention": 1}
 

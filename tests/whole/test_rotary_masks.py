@@ -10,6 +10,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
 TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.slow)]
+MOSTLY_REFERENCE = ["reference", pytest.param("inductor", marks=pytest.mark.campaign)]
 ATTENTION = "latent_attention", "mla_attention", "paged_attention"
 PART = "only part of the attention scores is filled with a number"
 
@@ -105,7 +106,7 @@ def fuses(report):
     return any(name in report.fused for name in ATTENTION)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", MOSTLY_REFERENCE)
 @pytest.mark.parametrize("factors", [(), (LongCat,)], ids=["plain", "LongCat"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])
@@ -119,6 +120,15 @@ def test_rotary_scores_in_the_mask_fuse(kind, context, tokens, dtype, factors, t
     assert fuses(report), str(report)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_inductor_compiles_them_from_pages(kind, tokens):
+    server, arguments = CONTEXTS["paged"]
+    report = check(layer(LongCat, kind, server), arguments(tokens), "inductor")
+    assert fuses(report), str(report)
+
+
 class Blind:
     """The first token of each sequence sees no key."""
 
@@ -127,7 +137,7 @@ class Blind:
         return super().attend(q_nope, q_pe, latent, k_pe, allowed & sees[:, None])
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", MOSTLY_REFERENCE)
 @pytest.mark.parametrize("context", AT_CONTEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_visible_key_are_the_programs(kind, context, target):
