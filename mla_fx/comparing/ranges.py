@@ -29,7 +29,7 @@ from .whole_numbers import Value
 aten = torch.ops.aten
 
 SATURATING = 10
-ALIKE, DOMINATED = -12, 8
+ALIKE, DOMINATED = -12, 3
 LARGEST = 18  # no random number times two to this fits into float16
 SOFTMAXES = frozenset({"exp", "exp2", "_softmax", "_safe_softmax"})
 DIVISIONS = frozenset({aten.div.Tensor, aten.div.Tensor_mode})

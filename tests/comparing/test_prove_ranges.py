@@ -56,7 +56,7 @@ def narrow_scores(query, keys):
 
 
 def shares(query, keys, total=lambda weights: weights.sum(-1, keepdim=True)):
-    scores = (query @ keys) * 0.2
+    scores = (query @ keys) * 0.7
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     return weights / total(weights)
 
