@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import HE, B, Case, Layer, S, T
-from mla_fx.rule import Match, NearestMiss, Plan, Rule
+from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
 from mla_fx.rule.indices import Axes, Index, axes, fresh
 from mla_fx.rule.operands import ATTENTION, Call, known_causal, mask_operands, replacing, result, tensor
 from mla_fx.rule.readings import (
     TOPK,
     IndexScores,
     args_of,
+    check_read_alone,
     choices,
     computed_from,
     has_index_scores,
@@ -159,10 +160,14 @@ class LightningIndex(Rule):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         calls = [node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target)]
         asked = {node for call in calls for node in _asked_by(call)}
-        return (node for node in super().anchors(graph) if node in asked or has_index_scores(node))
+        found = (node for node in super().anchors(graph) if node in asked or has_index_scores(node))
+        # those that are refused come first: a rewrite is repeated without a look at readers
+        return iter(sorted(found, key=_is_read))
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        yield Match().read("scores", index_scores(anchor))
+        found = index_scores(anchor)
+        check_read_alone(found)
+        yield Match().read("scores", found)
 
     def rewrite(self, match: Match) -> Plan:
         found = match.reading(IndexScores, "scores")
@@ -193,6 +198,14 @@ class LightningIndex(Rule):
         roles = b, s, (), axes(chosen, "chosen keys", found.node)
         news = ((node, Call(operator.getitem, call, 1 - place)) for place, node in results.items())
         return Plan(*(replacing(node, index, result(new, roles)) for node, new in news))
+
+
+def _is_read(topk: Node) -> bool:
+    try:
+        check_read_alone(index_scores(topk))
+    except NoMatch:
+        return False
+    return True
 
 
 def _dtype_of_weights(found: IndexScores, results: Mapping[int, Node]) -> torch.dtype | None:

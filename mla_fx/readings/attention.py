@@ -119,11 +119,12 @@ def _has_one_key(node: Node) -> bool:
     if node.target in SOFTMAX:
         dim = args_of(node)[1]
         return has_dim(len(shape_of(node)), dim) and shape_of(node)[dim] == 1
-    exp = exponential(node if node.target in EXPONENTIALS else args_of(node)[0])
-    if exp is None:
+    quotient = node if node.target is aten.div.Tensor else division(node)
+    total = None if quotient is None else element_of(args_of(quotient)[1]).origin
+    if total is None or total.target is not aten.sum.dim_IntList:
         return False
-    sums = (args_of(user)[1] for user in exp.users if user.target is aten.sum.dim_IntList)
-    return any(has_dim(len(shape_of(exp)), dim) and shape_of(exp)[dim] == 1 for dims in sums for dim in dims or ())
+    sizes = shape_of(args_of(total)[0])
+    return any(has_dim(len(sizes), dim) and sizes[dim] == 1 for dim in args_of(total)[1] or ())
 
 
 def weighted_by(node: Node, output: Node, index: tuple[Index, ...], weighted: Contraction, found: Softmax) -> Attention:

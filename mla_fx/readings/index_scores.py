@@ -35,9 +35,10 @@ class IndexScores(Reading):
     `keys`.
 
     `topk` chooses among the scores `node`, which are read at `rows` and `keys`; `dim` is the place of the keys among
-    them."""
+    them. `product` is that of queries and keys."""
 
     topk: Node
+    product: Node
     rows: tuple[Index, ...]
     keys: Index
     query: Element
@@ -71,20 +72,19 @@ def index_scores(topk: Node) -> IndexScores:
         raise NoMatch("the weights of the index scores depend on the key", weights.origin)
     if key_scale is not None and not key_scale.axes <= key.axes:
         raise NoMatch("the index scores are multiplied by numbers that are no scales of keys", key_scale.origin)
-    _check_read_alone(topk, product.node)
     operands, over = (query, key, weights, key_scale), (found.over, product.over)
-    return IndexScores(scores, topk, rows, keys, *operands, *over, masks, factor * product.factor, dim)
+    return IndexScores(scores, topk, product.node, rows, keys, *operands, *over, masks, factor * product.factor, dim)
 
 
-def _check_read_alone(topk: Node, product: Node) -> None:
-    """Raises NoMatch if scores have other readers than the top-k: a kernel rounds them otherwise, and a program that
-    compares scores with chosen ones, as by a threshold, expects equal numbers."""
-    scores = {topk, *computed_from(topk)}
+def check_read_alone(found: IndexScores) -> None:
+    """Raises NoMatch if something else reads the scores. A kernel rounds them otherwise, and a program that compares
+    scores with chosen ones, as by a threshold, expects equal numbers."""
+    scores = {found.topk, *computed_from(found.topk)}
 
     def is_other(node: Node) -> bool:
         return node not in scores and node.target not in MOVERS
 
-    readers = computed_with([product], lambda node: node is topk or is_other(node))
+    readers = computed_with([found.product], lambda node: node is found.topk or is_other(node))
     other = next(filter(is_other, readers), None)
     if other is not None:
         what = f"index scores are also read by {name_of(other)}"

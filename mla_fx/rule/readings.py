@@ -18,7 +18,7 @@ from mla_fx.readings.element import (
     narrows,
 )
 from mla_fx.readings.gathered import own_part
-from mla_fx.readings.index_scores import TOPK, IndexScores, has_index_scores, index_scores
+from mla_fx.readings.index_scores import TOPK, IndexScores, check_read_alone, has_index_scores, index_scores
 from mla_fx.readings.log_sum_exp import LogSumExp, beside, log_sum_exp, logarithms
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.merged_parts import Merge, merge_before, merges
@@ -36,8 +36,8 @@ from mla_fx.readings.views import seams, shape_of, written_slice
 __all__ = [
     "CASTS", "LOGARITHMS", "PRODUCTS", "TOPK", "Attention", "Contraction", "Dequantised", "Element", "IndexScores",
     "LogSumExp", "Merge", "MergedSums", "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Selection", "Table",
-    "anchors", "are_neighbours", "args_of", "attention", "beside", "choices", "computed_between", "computed_from",
-    "computed_with", "down_projection", "element_of", "ends_of_sums", "has_8_bits", "has_index_scores",
+    "anchors", "are_neighbours", "args_of", "attention", "beside", "check_read_alone", "choices", "computed_between",
+    "computed_from", "computed_with", "down_projection", "element_of", "ends_of_sums", "has_8_bits", "has_index_scores",
     "index_scores", "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from", "is_same", "joined",
     "keywords", "log_sum_exp", "logarithms", "merge_before", "merged_sums", "merges", "named_argument", "narrows",
     "operands_of", "options_of", "own_part", "parted_at", "positional", "rank", "rms_norm", "rope", "rounded",

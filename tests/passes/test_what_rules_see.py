@@ -27,6 +27,8 @@ FINDING = {"anchors", "written_alike", "_first_user", "_guards", "_first_result"
 FINDING |= {"_users", "logarithms", "merges", "feeds_alone", "results", "_writes", "_following", "weights"}
 # Whether a rewrite pays depends on who else reads exponentials; whether it is right does not.
 FINDING |= {"_readers"}
+# Anchors that this refuses come first, before there is a rewrite to repeat.
+FINDING |= {"check_read_alone"}
 # A plan's check looks at these, and a replay compares what it looked at.
 FINDING |= {"_casts_of"}
 # A replay checks again whether an attribute is a literal. Names of sizes are for messages.

@@ -101,3 +101,33 @@ def test_the_order_of_unsorted_keys_means_nothing(target):
     expected, found, report, _ = run(Unsorted(), target, strict=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert report.fused == {"mla_prolog": 1, "lightning_index": 1, "sparse_latent_attention": 1}, str(report)
+
+
+class TwoLayers(torch.nn.Module):
+    """The second layer compares its scores; nothing that was done in the first is repeated there."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.o = layers[0].o
+
+    def forward(self, x, *given):
+        for layer in self.layers:
+            x = x + layer(x, *given)
+        return x
+
+
+class OfAnother(Indexed):
+    """Values are read, scores are not."""
+
+    def attend(self, q_nope, q_rope, latent, k_rope, mask):
+        chosen = (self.scores(*self.indexed) + mask).topk(CHOSEN, dim=-1)
+        hidden = (mask < chosen.values[..., -1:]).unsqueeze(1)
+        return Layer.attend(self, q_nope, q_rope, latent, k_rope, mask.masked_fill(hidden, -torch.inf))
+
+
+@pytest.mark.parametrize("layers", [(OfAnother, OfRawScores), (OfRawScores, OfAnother)])
+def test_a_rewrite_is_not_repeated_where_scores_are_compared(layers):
+    expected, found, report, _ = run(TwoLayers(*(layer() for layer in layers)), "reference")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert report.fused["lightning_index"] == 1, str(report)
