@@ -239,12 +239,14 @@ def test_one_sequence_is_not_packed():
 
 def test_targets_may_refuse(monkeypatch):
     from mla_fx.lowering import reference
-    from mla_fx.lowering.ascend import packed_mla_attention as refusing
+    from mla_fx.lowering.ascend import toolchain
+
+    def refuse(*args, **options):
+        raise NoMatch(toolchain.REFUSED["packed_mla_attention"])
 
     operator = torch.ops.mla_fx.packed_mla_attention.default
     monkeypatch.setattr(reference.Reference, "runs_operators", False)
-    lowered = {operator: lambda *args, **options: refusing.lower(None, None)}
-    monkeypatch.setattr(reference.Reference, "lowerings", lambda *_, **__: lowered)
+    monkeypatch.setattr(reference.Reference, "lowerings", lambda *_, **__: {operator: refuse})
     assert fused(Prompts, LENS) == APART
     with pytest.raises(NoMatch, match="attended to one by one"):
-        refusing.lower(None, None)
+        refuse()
