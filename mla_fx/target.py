@@ -72,7 +72,7 @@ def modules_of_operators(package: str) -> Iterator[tuple[Operator, ModuleType]]:
 
 
 def _with_lse(module: ModuleType) -> ModuleType:
-    """The same module, in which `lower_with_lse`, for example, is `lower`."""
+    """View a module with its functions for logarithms in place of the plain ones: `lower_with_lse` is `lower`."""
     found = ModuleType(module.__name__)
     own = {name.removesuffix(WITH_LSE): value for name, value in vars(module).items() if name.endswith(WITH_LSE)}
     vars(found).update(vars(module) | own)

@@ -138,7 +138,7 @@ class _Values:
     drawn: Points
 
     def on_all_pieces(self) -> _Values:
-        """The same at points on both sides of each switch. Raises NoMatch if one has a side that no point reaches."""
+        """Add points on both sides of each switch. Raises NoMatch if one has a side that no point reaches."""
         found = replace(self, drawn=self.drawn.beside(self._switches))
         values = found._switches(found.drawn)
         with_empty = torch.cat((values, *map(found._switches, found._with_empty_parts())), 1)

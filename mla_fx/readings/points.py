@@ -50,7 +50,7 @@ class Points:
         return self.values[self.parts : 2 * self.parts]
 
     def where(self, parts: Sequence[int], *, out: float, lse: float | None = None) -> Points:
-        """The same where some parts have this attention and, if it is given, this logarithm."""
+        """Give some parts this attention and, unless it is None, this logarithm."""
         values = self.values.clone()
         values[list(parts)] = out
         if lse is not None:
