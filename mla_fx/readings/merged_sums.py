@@ -32,7 +32,7 @@ from .contraction import PRODUCTS, Contraction, contraction, reduced, summed
 from .divided_late import SUMS
 from .element import Element, computed_with, resolve
 from .log_sum_exp import MOVES
-from .merged_parts import before, merge, merge_before, merges
+from .merged_parts import Merge, before, merge, merge_before, merges
 from .reading import Reading, renamed
 from .sizes import Size
 from .softmax import EXPONENTIALS, Softmax, difference, exponent, exponential, largest_of
@@ -77,16 +77,24 @@ def merged_sums(node: Node) -> MergedSums:
     """The nearest merge of sums among a value and those that arithmetic computes it from. Raises NoMatch with the
     reason if there is none."""
     factors = _factors(node)
-    found = merge_before(node, lambda node: merge(node, _Sums(factors=factors)))
+    found = merge_before(node, lambda node: _alone(merge(node, _Sums(factors=factors))))
+    return MergedSums(found.node, found.index, _parts(found), found.blanks, found.blank_if_empty)
+
+
+def _parts(found: Merge) -> tuple[Attention, ...]:
+    return tuple(map(_attention, found.outs))
+
+
+def _alone(found: Merge) -> Merge:
+    """Raise NoMatch if a merge does not replace all that its exponentials are for."""
     if found.cleans:
         raise NoMatch("sums that are infinite or NaN are left out", found.node)
-    parts = tuple(map(_attention, found.outs))
     unread = unread_without([found.node])
-    for exp in {exp for part in parts for exp in _exponentials(part.node)}:
+    for exp in {exp for part in _parts(found) for exp in _exponentials(part.node)}:
         others = [user for user in _readers(exp) if user not in unread]
         if others:
             raise NoMatch(f"exponentials that are merged are also read by {name_of(others[0])}", exp)
-    return MergedSums(found.node, found.index, parts, found.blanks, found.blank_if_empty)
+    return found
 
 
 def _readers(exp: Node) -> list[Node]:
