@@ -120,7 +120,8 @@ def _has_one_key(node: Node) -> bool:
         dim = args_of(node)[1]
         return has_dim(len(shape_of(node)), dim) and shape_of(node)[dim] == 1
     quotient = node if node.target is aten.div.Tensor else division(node)
-    total = None if quotient is None else element_of(args_of(quotient)[1]).origin
+    divisor = None if quotient is None else args_of(quotient)[1]
+    total = element_of(divisor).origin if isinstance(divisor, Node) else None
     if total is None or total.target is not aten.sum.dim_IntList:
         return False
     sizes = shape_of(args_of(total)[0])

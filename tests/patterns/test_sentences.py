@@ -55,12 +55,20 @@ class Draft(Layer):
         return shares[..., :-1] @ value + shares[..., -1:] * value.sum(2, keepdim=True).sin()
 
 
+class DividedByNumber(Layer):
+    """Exponentials, divided by a number and not by their sum."""
+
+    def combine(self, scores, value):
+        return (scores - scores.amax(-1, keepdim=True)).exp() / 3.0 @ value
+
+
 ONE_KEY = Sizes(tokens=1, context=1)
 LAYERS = {
     "LoRA on keys and values": (Lora, SECOND_PRODUCT),
     "LoRA on keys": (lambda: Lora(on_values=False), SECOND_PRODUCT),
     "LoRA on values": (lambda: Lora(on_keys=False), SECOND_PRODUCT),
     "a later step of a draft": (Draft, NO_SINK),
+    "exponentials divided by a number": (DividedByNumber, "expected a softmax, found mm"),
     "one key": (lambda: Layer(ONE_KEY), "attention over a single key"),
 }
 
