@@ -176,9 +176,9 @@ def expectation(given: Any) -> Expectation:
 
 
 def _operator(name: Any) -> str:
-    from mla_fx.ops import catalogue
+    from mla_fx.ops import names
 
-    known = sorted({name.partition(".")[0] for name in catalogue()})
+    known = names()
     if name not in known:
         raise OptionError(f"option expect names {name!r}; known operators are {', '.join(map(repr, known))}")
     return str(name)

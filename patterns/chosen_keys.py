@@ -1,7 +1,6 @@
 """Attention under a mask of the keys that each query chose, as attention that reads no others.
 
-    latent_attention(..., mask) -> sparse_latent_attention(..., indices, mask)
-    mla_attention(..., mask) -> sparse_mla_attention(..., indices, mask)
+    latent_attention(..., mask), mla_attention(..., mask) -> the same call with the rest of the mask and indices
 
 DeepSeek Sparse Attention chooses keys by the top-k of an indexer's scores, and hides all others. What else is in the
 mask stays an operand, read at the chosen keys alone, because it may hide some of them: a key that comes after its query
@@ -23,13 +22,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import B, Case, Layer, N, S, T
+from mla_fx.ops.emitted.chosen_rows import PAYS
 from mla_fx.ops.emitted.codes import SCALES
-from mla_fx.ops.emitted.sparse_latent_attention import PAYS
-from mla_fx.ops.emitted.sparse_mla_attention import fewest
+from mla_fx.ops.emitted.mla_attention import fewest
 from mla_fx.ops.emitted.tiled_attention import LOWEST
 from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.indices import Size, axes, composite, extent, fresh
-from mla_fx.rule.operands import PLAIN_ATTENTION, WITHOUT_LSE, Call, Replacement, mask_and_lengths, tensor
+from mla_fx.rule.operands import Call, Replacement, mask_and_lengths, tensor
 from mla_fx.rule.readings import (
     Reading,
     Selection,
@@ -41,8 +40,7 @@ from mla_fx.rule.readings import (
     shape_of,
 )
 
-SPARSE = torch.ops.mla_fx.sparse_latent_attention.default
-PROMPTS, SPARSE_PROMPTS = PLAIN_ATTENTION
+LATENT, PROMPTS = torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.mla_attention.default
 KEPT = ("scale", "max_absorbed_tokens")  # options; masks that are left have no others
 CHOSEN = 4
 
@@ -158,7 +156,7 @@ class _OfEachHead(_Chosen):
 class ChosenKeys(Rule):
     stage = "context"
     after = ("paged_context",)
-    targets = (WITHOUT_LSE, PROMPTS)
+    targets = (LATENT, PROMPTS)
     pattern = CallPattern({name: Operand("bsnc", var(name), is_optional=True) for name in ("query", "q_nope")})
     accepts = tuple(
         Case(name, build, {"mla_prolog": 1, "sparse_latent_attention": 1})
@@ -182,7 +180,8 @@ class ChosenKeys(Rule):
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         masked = ((node, named_argument(node, "mask")) for node in super().anchors(graph))
-        return (node for node, mask in masked if isinstance(mask, Node) and seems_chosen(mask))
+        chosen = (node for node, mask in masked if isinstance(mask, Node) and seems_chosen(mask))
+        return (node for node in chosen if named_argument(node, "indices") is None)
 
     def rewrite(self, match: Match) -> Plan:
         call = match.reading(Reading, "call").node
@@ -195,16 +194,16 @@ class ChosenKeys(Rule):
         _check_hides(found, options_of(call).get("fill"), sinks, call)
         masks = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), call.meta["val"].dtype)
         operands = tuple(itertools.takewhile(lambda value: value is not mask, args_of(call)))
+        operands = (*operands, *masks, sinks, *pages)
         options = {name: value for name, value in options_of(call).items() if name in KEPT}
         if found.count == extent(found.keys):
-            new = Call(call.target, *operands, *masks, sinks, *pages, **options)
+            new = Call(call.target, *operands, **options)
             return Plan(Replacement(call, new), without=(found.numbers.origin,))
         if call.target is PROMPTS and call.meta["val"].device.type != "cpu":
             raise ByDesign("only CPUs read the chosen keys alone for a prompt", call)
         _check_pays(found.count, extent(found.keys), call)
         indices = tensor(found.numbers, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
-        target = SPARSE_PROMPTS if call.target is PROMPTS else SPARSE
-        return Plan(Replacement(call, Call(target, *operands, indices, *masks, sinks, *pages, **options)))
+        return Plan(Replacement(call, Call(call.target, *operands, indices, **options)))
 
 
 def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -> None:

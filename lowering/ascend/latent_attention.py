@@ -14,11 +14,12 @@ from mla_fx.ops.emitted.pages import READS_PAGES, context_of
 from mla_fx.target import Compiled
 
 from . import fused_infer_attention_score as kernel
-from . import limits
+from . import limits, sparse_flash_attention
 from .causal_masks import checked
 from .fused_infer_attention_score import KERNEL
 from .fused_infer_attention_score_rules import EXPANDED, LATENT_TOKENS, RANK, RULES
 from .prolog_form import PAGE_SIZES, page_size
+from .rows_of_keys import from_start
 from .surface import Surface
 
 OPERATOR = "latent_attention"
@@ -26,11 +27,13 @@ PAGE = 128  # tokens of a page, if the cache does not determine it
 
 
 def refuse_body(a: Arguments) -> None:
-    if a.block_table is not None:
+    if a.indices is None and a.block_table is not None:
         raise NoMatch(READS_PAGES)
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
+    if a.indices is not None:
+        return sparse_flash_attention.lower(surface, a)
     if a.kv_scales is not None:
         raise NoMatch(f"kv_scales are given; {KERNEL} takes numbers")
     if a.query_rope is None or a.kr_cache is None:
@@ -101,6 +104,8 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
 
 
 def lower_with_lse(surface: Surface, a: Arguments) -> Compiled:
+    if a.indices is not None:
+        raise NoMatch(f"logarithms are returned; {sparse_flash_attention.KERNEL} has none")
     lower(surface, a)  # or it raises NoMatch
     return attention_with_lse
 
@@ -144,12 +149,6 @@ def paged(a: Arguments, kr_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def is_nz(cache: Tensor) -> bool:
     return cache.dim() == 4
-
-
-def from_start(block_table: Tensor | None, blocks: int) -> Tensor:
-    """The table with every block counted from the start."""
-    assert block_table is not None, "there is one"
-    return torch.where(block_table < 0, block_table + blocks, block_table)
 
 
 def in_parts(block_table: Tensor, count: int) -> Tensor:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mla_fx.ops.emitted.pages import context_of
 
-from .latent_attention import from_start
-
 PAGES = range(16, 1025, 16)
 ALL, RIGHT_DOWN = 0, 3  # the sparse modes in which a row sees all keys, or one less than the row after it
 
@@ -33,3 +31,9 @@ def keys_of(cache: Tensor, block_table: Tensor | None) -> tuple[Tensor, Tensor |
     if block_table is None:
         return keys, None
     return keys, from_start(block_table, cache.shape[0]).to(torch.int32)
+
+
+def from_start(block_table: Tensor | None, blocks: int) -> Tensor:
+    """The table with every block counted from the start."""
+    assert block_table is not None, "there is one"
+    return torch.where(block_table < 0, block_table + blocks, block_table)

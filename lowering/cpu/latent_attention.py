@@ -11,6 +11,7 @@ from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
 from ..loops.latent_attention import from_copies
+from . import chosen_keys
 from .attention_over_rows import MANY_SCORES, attend, attend_with_lse, check_served
 
 OPERATOR = "latent_attention"
@@ -19,6 +20,9 @@ FEW_KEYS = 2**8  # measured: with fewer, copying them takes less time than a cal
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+    if a.indices is not None:
+        check_served(a.query, a.kv_cache, a.indices)
+        return chosen_keys.attend
     check_served(a.query, a.kv_cache, a.block_table)
     context = context_of(a.kv_cache, a.block_table)
     scores = count_of_scores(a.query, context)
@@ -27,5 +31,5 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 
 def lower_with_lse(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
-    check_served(a.query, a.kv_cache, a.block_table)
-    return attend_with_lse
+    check_served(a.query, a.kv_cache, a.block_table if a.indices is None else a.indices)
+    return attend_with_lse if a.indices is None else chosen_keys.attend_with_lse

@@ -61,7 +61,7 @@ def check_chip(device: torch.device, kernel: str, allowed: tuple[int, ...]) -> N
 def check_operands(a: Any, query: Tensor, kernel: str) -> None:
     """Check what all libraries refuse. `query` is absorbed, and each of its tokens is a sequence to them, so that many
     of them are better multiplied in another way."""
-    for name in ("mask", "sinks"):
+    for name in ("mask", "sinks", "indices"):
         if getattr(a, name) is not None:
             raise NoMatch(f"{name} is given; {kernel} takes None")
     limits.choice("fill", a.fill, kernel, [None])

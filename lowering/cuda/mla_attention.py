@@ -18,9 +18,12 @@ from .libraries import check_absorbed
 from .split_keys import attend, attend_with_lse, check_served
 
 OPERATOR = "mla_attention"
+CHOSEN = "the kernel is for absorbed queries where keys are chosen"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+    if a.indices is not None:
+        raise NoMatch(CHOSEN)
     if is_chosen_at_run_time(a):
         check_served(a.kv_cache, 1)  # few enough tokens to be absorbed
         check_forms(a)
@@ -32,6 +35,8 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 
 def lower_with_lse(a: Arguments) -> Compiled:
+    if a.indices is not None:
+        raise NoMatch(CHOSEN)
     if is_chosen_at_run_time(a):
         raise NoMatch(CHOOSES)
     if not is_absorbed(a):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
-from mla_fx.ops.emitted import latent_attention_with_lse
+from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import aligned, column_of, masked, probabilities, scaled, share
 from mla_fx.ops.emitted.latent_attention import Arguments, in_numbers, scores, weighted
 from mla_fx.ops.emitted.pages import READS_PAGES, in_one_piece
@@ -24,6 +24,8 @@ IN_TILES = "it works on tiles of query rows; a compiler would keep the scores of
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+    if a.indices is not None:
+        return latent_attention.body
     if a.block_table is not None:
         raise NoMatch(READS_PAGES)
     if goes_by_tiles(a.query, a.kv_cache.shape[1]):
@@ -38,7 +40,7 @@ def from_copies(a: Arguments) -> Tensor:
 
 def lower_with_lse(a: Arguments) -> Compiled:
     """To the body over contexts in one piece."""
-    if a.block_table is not None:
+    if a.indices is None and a.block_table is not None:
         raise NoMatch(READS_PAGES)
     return latent_attention_with_lse.body
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import mla_attention, mla_attention_with_lse
+from mla_fx.ops.emitted.chosen_rows import over_all
 from mla_fx.ops.emitted.mla_attention import (
     CHOOSES,
     Arguments,
@@ -29,10 +30,13 @@ from .conditional import can_choose, conditional
 from .latent_attention import IN_TILES, in_parts, undivided
 
 OPERATOR = "mla_attention"
+BY_ROWS = "it takes some query rows at a time; a compiler would copy the chosen keys of all of them"
 COMPUTED = "it chooses its form at each call, and sizes of its operands are computed, which a conditional does not take"
 
 
 def lower(a: Arguments) -> Form:
+    if a.indices is not None:
+        raise NoMatch(BY_ROWS)
     check_forms(a)
     if a.block_table is not None and a.max_absorbed_tokens != 0:
         raise NoMatch(READS_PAGES)
@@ -79,7 +83,7 @@ in_latent_space = absorbed_by(in_parts)
 def from_copies(a: Arguments) -> Tensor:
     """The same from a copy of the contexts, with all scores stored at once unless PyTorch's own attention computes the
     same."""
-    a = in_one_piece(a)
+    a = in_one_piece(a if a.indices is None else over_all(a))
     many = tiled if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
     if is_chosen_at_run_time(a):
         return at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
@@ -88,6 +92,8 @@ def from_copies(a: Arguments) -> Tensor:
 
 def lower_with_lse(a: Arguments) -> Compiled:
     """To the body over contexts in one piece."""
+    if a.indices is not None:
+        raise NoMatch(BY_ROWS)
     if is_chosen_at_run_time(a):
         raise NoMatch(CHOOSES)
     if a.block_table is not None and is_absorbed(a):
@@ -98,7 +104,7 @@ def lower_with_lse(a: Arguments) -> Compiled:
 
 
 def from_copies_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    a = in_one_piece(a)
+    a = in_one_piece(a if a.indices is None else over_all(a))
     return mla_attention_with_lse.expanded(a) if is_chosen_at_run_time(a) else mla_attention_with_lse.body(a)
 
 

@@ -22,7 +22,6 @@ from mla_fx.driver.compilation import NOT_COMPILED
 from mla_fx.errors import MlaWarning, OptionError
 from mla_fx.options import OWN
 from mla_fx.rule import Stage
-from mla_fx.rule.operands import ATTENTION
 
 from . import costs, releases
 from .configs import attention_layers, is_config, read_config, with_layers
@@ -33,7 +32,7 @@ from .models import Call, config_class, full_call, script_call, tiny_call
 
 ALL = "all"
 BY_DEFAULT = "reference"
-MLA = frozenset(overload._opname for overload in ATTENTION) | {"packed_mla_attention"}
+OVER_LATENTS = "latent_attention", "mla_attention"  # how the names of operators end that attend over latents
 FEWER = "--layers 1 compiles the first layer alone, which may do without what is not compiled"
 
 
@@ -80,7 +79,8 @@ def run_explain(asked: Asked) -> int:
 def leaves_mla(report: Report) -> bool:
     """Whether attention that looks like MLA is left, or a part of its layer, for another reason than by design."""
     of_any = {rule.name for rule in discovery.rules() if rule.stage == Stage.ATTENTION}  # others need a fused one
-    fused, of_mla = (_layers(report, names) for names in (report.modules, MLA & report.modules.keys()))
+    over_latents = (name for name in report.modules if name.endswith(OVER_LATENTS))
+    fused, of_mla = (_layers(report, names) for names in (report.modules, over_latents))
 
     def is_left(miss: Miss) -> bool:
         layer = layer_of(miss.module)

@@ -16,15 +16,13 @@ from torch.fx import Graph, Node
 
 from mla_fx.graph.aliasing import owners_in, readers
 from mla_fx.graph.arguments import named_arguments
+from mla_fx.graph.provenance import fused_name
 from mla_fx.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
 CACHES = frozenset({"kv_cache", "kr_cache", "key_cache", "value_cache"})
 TABLES = frozenset({"block_table", "block_tables"})
 LOOPS = frozenset({"pointwise", "view_copy", "full", "empty", "copy"})
-PROMPTS = "sparse_mla_attention"
-SPARSE = frozenset({"sparse_latent_attention", PROMPTS})
-ATTENTION = frozenset({"latent_attention", "mla_attention", "packed_mla_attention", "paged_attention"}) | SPARSE
 
 
 @dataclass(frozen=True)
@@ -157,11 +155,10 @@ def bytes_of_caches(graph: Graph) -> int | None:
 
 def sizes_of_caches(call: Node) -> Iterator[tuple[Any, Any]]:
     """How much of each cache a fused attention reads, and how large that is, in bytes."""
-    operator = call.target
-    if not isinstance(operator, OpOverload) or operator.namespace != "mla_fx" or operator._opname not in ATTENTION:
+    if not (fused_name(call) or "").endswith("attention"):
         return
     values = {name: node.meta["val"] for name, node in named_arguments(call) if isinstance(node, Node)}
-    chosen = None if operator._opname == PROMPTS else values.get("indices")
+    chosen = None if "weight_uk" in values else values.get("indices")  # those of a prompt are all keys
     pages = next((values[name].numel() for name in TABLES & values.keys()), None)
     for name in CACHES & values.keys():
         cache = values[name]

@@ -6,11 +6,13 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
 
 from torch.fx import Graph, Node
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
+from mla_fx.ops import form
+
+from .arguments import Call, named_arguments, names_of
 from .torch_private import OpOverload
 
 _VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")
@@ -32,17 +34,14 @@ def count_fused(graph: Graph) -> dict[str, int]:
     return dict(Counter(name for node in graph.nodes if (name := fused_name(node)) is not None))
 
 
-class Calling(Protocol):
-    @property
-    def target(self) -> Any: ...
-
-
-def fused_name(node: Calling) -> str | None:
-    """The name of the called fused operator, the same for its in-place form; None for other nodes."""
+def fused_name(node: Call) -> str | None:
+    """The name of the called fused operator, or of the form of it that people know; the same for its in-place form;
+    None for other nodes."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "mla_fx":
         return None
-    return str(target._opname).rstrip("_")
+    name = str(target._opname).rstrip("_")
+    return name if "indices" not in names_of(target) else form(name, dict(named_arguments(node)))
 
 
 def source_of(node: Node | None) -> str:

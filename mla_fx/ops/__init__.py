@@ -8,6 +8,8 @@ fuses to it, uses what this module exports: `define`, `Sample`, `Sampler` and th
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
+from typing import Any
 
 from .common.check import check_dtype, check_letters, check_rank, check_shape, check_tensors, check_values
 from .common.collector import collector_paused
@@ -16,7 +18,7 @@ from .common.sample import Sampler
 
 __all__ = [
     "Operator", "Sample", "Sampler", "catalogue", "check_dtype", "check_letters", "check_rank", "check_shape",
-    "check_tensors", "check_values", "define",
+    "check_tensors", "check_values", "define", "form", "names",
 ]  # fmt: skip
 
 with collector_paused():
@@ -27,3 +29,15 @@ def catalogue() -> dict[str, Operator]:
     """Return every operator of this package by name, without its in-place form (see `Operator.inplace`)."""
     values = (value for module in _MODULES for value in vars(module).values())
     return {value.name: value for value in values if isinstance(value, Operator)}
+
+
+def form(name: str, given: Mapping[str, Any]) -> str:
+    """The name that people know for a call of an operator with these arguments: attention to chosen keys is sparse."""
+    return name if given.get("indices") is None else f"sparse_{name}"
+
+
+def names() -> list[str]:
+    """The names of all operators and of their forms."""
+    known = {name.partition(".")[0]: entry for name, entry in catalogue().items()}
+    arguments = {name: (each.name for each in entry.overload._schema.arguments) for name, entry in known.items()}
+    return sorted({*known, *(form(name, dict.fromkeys(given, True)) for name, given in arguments.items())})

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import fused_name
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.ops.common.define import NAMESPACE
 from mla_fx.readings.calls import CASTS, args_of
@@ -41,6 +42,7 @@ def lower(
         lowering, is_fused = lowerings.get(operator, unlowered), operator.namespace == NAMESPACE
         faults = NoMatch if operator in lowerings else Exception  # of a user's own body
         for node in graph.find_nodes(op="call_function", target=operator):
+            name = fused_name(node) or operator._opname
             operands: Sequence[Any] = args_of(node)
             known: dict[str, Any] = {}
             if not is_fused:
@@ -51,23 +53,23 @@ def lower(
                 function, _ = _asked(node, bodies[operator], operands, {})
             if refusal is not None and is_fused:
                 outcome = "stays a call" if function is None else "becomes its body"
-                notes[f"{operator._opname} {outcome}: {refusal.reason}"] += 1
+                notes[f"{name} {outcome}: {refusal.reason}"] += 1
             if function is None:
                 continue
             if isinstance(function, Instead):
-                notes[f"{operator._opname}: {function.reason}"] += 1
+                notes[f"{name}: {function.reason}"] += 1
                 function = function.function
             try:
                 with emit.at(node, "lower"):
                     results = emit.inlined(function, *operands, decompositions=decompositions, **node.kwargs)
                     read = {value for operand in tree_leaves(operands) if isinstance(value := _read(operand), Node)}
                     plan = Change.of(_pairs(node, results), read)
-                    apply(emit, f"the lowering of {operator._opname}", plan)
+                    apply(emit, f"the lowering of {name}", plan)
             except faults as error:
-                notes[f"{operator._opname} stays a call: {told(error)}"] += 1
+                notes[f"{name} stays a call: {told(error)}"] += 1
                 continue
             if not is_fused:
-                notes[f"{operator._opname} is computed as {function.__name__}"] += 1
+                notes[f"{name} is computed as {function.__name__}"] += 1
     return notes
 
 

@@ -28,13 +28,12 @@ from mla_fx.rewriting.replacement import (
     ATTENTION,
     LATENT_ATTENTION,
     PLAIN_ATTENTION,
-    WITHOUT_LSE,
     replacing,
 )
 from mla_fx.rewriting.tables import tables
 
 __all__ = [
-    "ATTENTION", "LATENT_ATTENTION", "PLAIN_ATTENTION", "WITHOUT_LSE", "ByHoisting", "Call", "Cast", "Computed",
+    "ATTENTION", "LATENT_ATTENTION", "PLAIN_ATTENTION", "ByHoisting", "Call", "Cast", "Computed",
     "Expression", "Inlined", "Replacement", "ViewOf", "check_is_causal", "counts_from_first", "first_node", "joined",
     "joined_parts", "known_causal", "lengths", "mask_and_lengths", "mask_operands", "merged", "replacing", "result",
     "tables", "tensor", "times",

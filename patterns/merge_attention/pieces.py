@@ -106,7 +106,8 @@ def _is_next(part: _Part, other: _Part) -> bool:
         return False
     one, two = positional(part.call), positional(other.call)
     rest = one.keys() - {*PIECES, *MASKS}
-    if one["sinks"] is not None or not all(is_same(one[name], two[name]) for name in rest):
+    is_whole = one["sinks"] is None and one["indices"] is None  # indices count from the start of each piece
+    if not is_whole or not all(is_same(one[name], two[name]) for name in rest):
         return False
     if _options(part.call) != _options(other.call) or _is_added(part.call) != _is_added(other.call):
         return False

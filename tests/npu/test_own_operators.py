@@ -121,7 +121,6 @@ def test_a_users_own_call_becomes_its_body(converted, captured, tmp_path, target
 NO_KERNEL = {
     "mla_prolog_quant": "torch_npu has no such operator, only pypto has a kernel; mla_prolog_v3 has similar int8 modes",
     "packed_mla_attention": "packed sequences are attended to one by one",
-    "sparse_mla_attention": "no kernel attends to chosen keys with queries that are not absorbed",
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from lib.ascend_calls import module_of
 from lib.operators.harness import double
 from mla_fx.lowering.ascend import lightning_index as index_lowering
-from mla_fx.lowering.ascend import sparse_latent_attention as attention_lowering
+from mla_fx.lowering.ascend import sparse_flash_attention as attention_lowering
 from mla_fx.lowering.ascend import toolchain
 
 import mla_fx
@@ -48,7 +48,7 @@ def attention_call(steps=1, form="contiguous", lengths="lengths", has_rope=True)
     indices[1, 0] = CONTEXT - 1 if steps > 1 else -1  # a row that sees none of its keys, if it has a length
     rope = (query_rope, keys) if has_rope else (None, None)
     table = TABLE if form == "pages" else None
-    args = [query, rope[0], latents, rope[1], indices, None, LENGTHS[lengths], None, table]
+    args = [query, rope[0], latents, rope[1], None, LENGTHS[lengths], None, table, None, None, indices]
     return args, {"scale": 0.05}
 
 
@@ -64,8 +64,8 @@ def compare_indices(converted, *form):
 
 def compare_attention(converted, *form):
     args, options = attention_call(*form)
-    (found,) = Call("sparse_latent_attention", args, options).on_npu(converted)
-    user_calls.check_exact(found, catalogue()["sparse_latent_attention"].body(*double(args), **options))
+    (found,) = Call("latent_attention", args, options).on_npu(converted)
+    user_calls.check_exact(found, catalogue()["latent_attention"].body(*double(args), **options))
 
 
 @pytest.mark.parametrize("is_bool", [True, False])
@@ -74,15 +74,15 @@ def test_a_mask_that_is_declared_causal_gives_lengths(converted, is_bool):
     args, options = attention_call(3)
     seen = torch.arange(CONTEXT) < LENGTHS["lengths"].view(-1, 1, 1, 1) - 2 + torch.arange(3).view(1, 1, -1, 1)
     mask = seen if is_bool else torch.zeros(seen.shape, dtype=BF16).masked_fill(~seen, -torch.inf)
-    wanted = catalogue()["sparse_latent_attention"].body(*double(args), **options)
-    args[5], args[6] = mask, None
+    wanted = catalogue()["latent_attention"].body(*double(args), **options)
+    args[4], args[5] = mask, None
     declared = dataclasses.replace(A2, trusts_masks=True)
-    (found,) = Call("sparse_latent_attention", args, options, declared).on_npu(converted)
+    (found,) = Call("latent_attention", args, options, declared).on_npu(converted)
     user_calls.check_exact(found, wanted)
     other = mask.clone()
     other[1, 0, 0, 5] = mask[1, 0, 0, CONTEXT - 1]
-    args[5] = other
-    (found,) = Call("sparse_latent_attention", args, options, declared).on_npu(converted)
+    args[4] = other
+    (found,) = Call("latent_attention", args, options, declared).on_npu(converted)
     assert found[1].isnan().all()
     user_calls.check_exact(found[:1], wanted[:1])
 
@@ -156,11 +156,11 @@ REFUSED = {
         "key_scale is a tensor; ",
     ),
     "heads": (
-        "sparse_latent_attention",
+        "latent_attention",
         spoiled(attention_call, 0, lambda q: q[:, :, :3]),
         "query has N = 3; SparseFlashAttention takes 1, 2, 4",
     ),
-    "sinks": ("sparse_latent_attention", spoiled(attention_call, 7, lambda _: torch.zeros(HEADS)), "sinks are given"),
+    "sinks": ("latent_attention", spoiled(attention_call, 6, lambda _: torch.zeros(HEADS)), "sinks are given"),
 }
 
 
@@ -173,7 +173,7 @@ def test_refusals(name):
 
 @pytest.mark.parametrize("chip", ["Ascend950", "Ascend310P3"])
 def test_chips(chip):
-    for operator, (args, options) in (("lightning_index", index_call()), ("sparse_latent_attention", attention_call())):
+    for operator, (args, options) in (("lightning_index", index_call()), ("latent_attention", attention_call())):
         with pytest.raises(NoMatch, match=f"the chip is {chip}"):
             toolchain.lowered(module_of(operator), dataclasses.replace(A2, chip=chip), *args, **options)
 
@@ -185,8 +185,8 @@ class Step(torch.nn.Module):
         indices, _ = torch.ops.mla_fx.lightning_index(
             index_query, keys, weights, None, lengths, sparse_count=CHOSEN, scale=0.3
         )
-        return torch.ops.mla_fx.sparse_latent_attention(
-            query, query_rope, latents, rotated, indices, None, lengths, scale=0.05
+        return torch.ops.mla_fx.latent_attention(
+            query, query_rope, latents, rotated, None, lengths, indices=indices, scale=0.05
         )
 
 

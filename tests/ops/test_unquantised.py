@@ -15,13 +15,14 @@ from lib.operators.harness import (
 from lib.operators.plain_oracle import DTYPES, KV_MODES, LAYOUTS, expect, oracle_mla, oracle_prolog
 
 from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.emitted.chosen_rows import chosen
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import samples as kv_rmsnorm_rope_cache
 from mla_fx.ops.emitted.mla_prolog import samples as mla_prolog
 
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
-    *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "sparse_latent_attention", "lightning_index")),
-    *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "sparse_mla_attention", "merge_attention")),
+    *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "lightning_index")),
+    *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "merge_attention")),
     *cases(DTYPES, ("packed_mla_attention",)),
     *cases(DTYPES, ("rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
@@ -229,6 +230,16 @@ def test_no_gradient():
         torch.ops.mla_fx.mla_attention(*args, scale=0.3).sum().backward()
 
 
+INDICES = torch.arange(4).expand(2, 3, 1, 4)
+CHOSEN = [
+    (option(indices=INDICES[:, :, 0]), r"indices has shape \[2, 3, 4\]; it must be \[B, S, 1, K\]"),
+    (option(indices=INDICES[:1]), r"indices has shape \[1, 3, 1, 4\]"),
+    (option(indices=INDICES.float()), "indices has dtype torch.float32; allowed: torch.int32, torch.int64"),
+    (option(indices=-INDICES.flip(-1)), "indices hold a key behind a negative number"),
+    (option(indices=INDICES + 5), "indices hold 8; they must be below 5, the length of the contexts"),
+    (option(indices=INDICES, is_causal=True), "is_causal is True and indices are given; it must be False"),
+    (option(indices=INDICES, fill=-1.0, context_lens=torch.tensor([5])), "fill is -1.0 and indices are given; it must"),
+]
 REFUSALS = {
     "mla_prolog": [
         (change(0, torch.Tensor.long), "token_x has dtype torch.int64; allowed"),
@@ -291,24 +302,7 @@ REFUSALS = {
         (change(3, drop), "query_rope is given and kr_cache is None"),
         (option(sinks=torch.zeros(4)), r"sinks has shape \[4\]; it must be \[N\] = \[3\]"),
         (option(sinks=torch.zeros(3).long()), "sinks has dtype torch.int64"),
-    ],
-    "sparse_latent_attention": [
-        (change(2, lambda c: c[None]), r"kv_cache has shape \[1, 2, 5, 16\]; it must be \[B, T, Hckv\] or \[BlockNum,"),
-        (change(4, lambda i: i[:, :, 0]), r"indices has shape \[2, 3, 4\]; it must be \[B, S, 1, K\]"),
-        (change(4, lambda i: i[:1]), r"indices has shape \[1, 3, 1, 4\]"),
-        (change(4, torch.Tensor.float), "indices has dtype torch.float32; allowed: torch.int32, torch.int64"),
-        (change(4, lambda i: -i), "indices hold a key behind a negative number"),
-        (change(4, lambda i: i + 5), "indices hold 9; they must be below 5, the length of the contexts"),
-        (change(5, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
-    ],
-    "sparse_mla_attention": [
-        (change(0, lambda q: q[0]), r"q_nope has shape \[3, 3, 8\]; it must be \[B, S, N, D\]"),
-        (change(1, drop), "kr_cache is given and q_rope is None"),
-        (change(2, lambda c: c[None]), r"kv_cache has shape \[1, 2, 5, 16\]; it must be \[B, T, Hckv\] or \[BlockNum,"),
-        (change(4, lambda w: w[:, 1:]), r"weight_uk has shape \[3, 7, 16\]"),
-        (change(6, lambda i: i[:, :, 0]), r"indices has shape \[2, 3, 4\]; it must be \[B, S, 1, K\]"),
-        (change(6, lambda i: i + 5), "indices hold 9; they must be below 5, the length of the contexts"),
-        (change(7, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
+        *CHOSEN,
     ],
     "lightning_index": [
         (change(0, lambda q: q[0]), r"query has shape \[1, 16, 8\]; it must be \[B, S, N, D\]"),
@@ -333,6 +327,7 @@ REFUSALS = {
         (change(3, drop), "q_rope is given and kr_cache is None"),
         (option(sinks=torch.zeros(1, 3)), r"sinks has shape \[1, 3\]; it must be \[N\]"),
         (option(max_absorbed_tokens=-1), "max_absorbed_tokens is -1; it must be 0 or more"),
+        *CHOSEN,
     ],
     "packed_mla_attention": [
         (change(0, lambda q: q[None]), r"q_nope has shape \[1, 9, 3, 8\]; it must be \[T, N, D\]"),
@@ -376,6 +371,13 @@ def test_refusal_writes_nothing(name, spoil, message):
             overload(*args, **kwargs)
     for value, old in zip(args, before, strict=True):
         assert not isinstance(value, torch.Tensor) or value.is_meta or torch.equal(value, old)
+
+
+def test_chosen_rows_are_not_read_out_of_fractals():
+    paged = latent_attention.in_fractals(*latent_attention.paged_sample(torch.float32, 0, 3, torch.tensor([70, 3]), 16))
+    args, options = chosen(*paged)
+    with pytest.raises(ValueError, match="kv_cache has shape .*: chosen rows are not read out of FRACTAL_NZ"):
+        torch.ops.mla_fx.latent_attention(*args, **options)
 
 
 def test_index_where_none_belongs():

@@ -1,4 +1,4 @@
-"""latent_attention: attention of absorbed queries over the compressed latents themselves."""
+"""latent_attention: attention of absorbed queries over the compressed latents themselves, or over chosen ones."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -13,6 +13,7 @@ from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
 from .attention import as_mask, check_mask, probabilities
+from .chosen_rows import check_indices, chosen, over_rows
 from .codes import CODES, dequantised, dtype_of
 from .pages import check_operands, context_of, latent_tiles
 from .tiled_attention import goes_by_tiles, mask_of_rows, row_tiles
@@ -30,6 +31,7 @@ class Arguments:
     block_table: Tensor | None = None
     kv_scales: Tensor | None = None
     kr_scales: Tensor | None = None
+    indices: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -70,8 +72,20 @@ def body(a: Arguments) -> Tensor:
     one of each column. kr_scales are the same for kr_cache; without them, kr_cache has the dtype of query. There are
     no codes in FRACTAL_NZ. Beside scales in float64, codes may be float64, in which a rewrite is checked.
 
+    With indices, int64 or int32 [B, S, 1, K], a query sees no keys but those it chose::
+
+        t   = indices[b, s, 0]
+        out = softmax((query . kv_cache[t] + query_rope . kr_cache[t]) * scale + mask[t]) . kv_cache[t]
+
+    They are numbers of tokens in the context of the sequence, below T, in any order. Negative numbers are no keys, and
+    come last. A key that is named twice counts twice. All heads see the same keys, as far as mask or context_lens
+    allow; there is no is_causal, no `fill`, and no FRACTAL_NZ. No more than K rows of a context are read for a query.
+    Caches with a gap between sequences are copied, so give the whole of one, with lengths, and not a slice.
+
     Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
     """
+    if a.indices is not None:
+        return body(over_rows(a)).view(a.query.shape)
     a = in_numbers(a)
     weights = probabilities(*scores(a), a.scale, a.fill, a.sinks, rows_first=True)
     return weighted(weights.to(dtype_of(a)), a)
@@ -86,7 +100,7 @@ def in_numbers(a: Arguments) -> Arguments:
 def kernel(a: Arguments) -> Tensor:
     """The same by tiles of query rows, if there are many."""
     context = context_of(a.kv_cache, a.block_table)
-    if not goes_by_tiles(a.query, context):
+    if a.indices is not None or not goes_by_tiles(a.query, context):
         return body(a)
     a = in_numbers(a)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
@@ -130,9 +144,10 @@ def weighted(weights: Tensor, a: Arguments) -> Tensor:
 
 
 def check(a: Arguments) -> None:
-    sizes = check_operands(a, "B, S, N, Hckv")
+    sizes = check_operands(a, "B, S, N, Hckv", "indices")
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     check_letters(a, sizes, sinks="N")
+    check_indices(a, sizes)
 
 
 def fake(a: Arguments) -> Tensor:
@@ -176,6 +191,27 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("codes, no rotary part, one scale for each token", *in_codes(*bare, (2, 5, 1), CODES[2]))
     both = in_codes(*paged_sample(dtype, 22, 1), (20, 64, 2), rotary=(1, 1, 1))
     yield Sample("codes, block_table, rotary codes", *both)
+    yield from chosen_samples(dtype)
+
+
+def chosen_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Keys in any order, fewer than there are places, and none for a row; bool and additive masks, of all heads and of
+    each, lengths, no rotary part, sinks, codes, pages, one token."""
+    options = {"scale": 0.3}
+    allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
+    yield Sample("indices", *chosen(sample(dtype, 0, 3), options))
+    yield Sample("indices, one token", *chosen(sample(dtype, 1, 1), options))
+    yield Sample("indices, bool mask", *chosen(sample(dtype, 2, 3, allowed), options))
+    bias = Sampler(dtype, 3).normal(2, 3, 3, 5)
+    yield Sample("indices, additive mask", *chosen(sample(dtype, 3, 3, bias), options))
+    lens = torch.tensor([5, 3])
+    yield Sample("indices, context_lens", *chosen((*sample(dtype, 4, 3), lens), options))
+    yield Sample("indices, no rotary part", *chosen(without_rope(sample(dtype, 5, 3)), options))
+    sinks = Sampler(dtype, 6).normal(3)
+    yield Sample("indices, sinks", *chosen((*sample(dtype, 6, 3), None, sinks), options))
+    yield Sample("indices, codes", *chosen(*in_codes(sample(dtype, 8, 3), options, (2, 1, 4))))
+    paged = paged_sample(dtype, 7, 3, torch.tensor([600, 70]))
+    yield Sample("indices, block_table, context_lens", *chosen(*paged, 640, 40))
 
 
 def sample(

@@ -12,6 +12,7 @@ from mla_fx.ops.common.math import accumulation_dtype
 
 from . import latent_attention
 from .attention import logits
+from .chosen_rows import over_rows
 from .codes import dtype_of
 from .latent_attention import Arguments
 
@@ -28,16 +29,24 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
         lse = logsumexp(lses);  out = sum(exp(lses - lse) * outs)
 
     query, query_rope, kv_cache, kr_cache, scale, the masks (mask, context_lens, is_causal, fill), block_table,
-    kv_scales and kr_scales are those of `latent_attention`, and mean the same; sinks must be None. lse is [B, S, N] in
-    float32, or float64 for float64, its logarithm is the natural one, and it is minus infinity for a row whose scores
-    all are. Such a row gives zeros, so it adds nothing to others.
+    kv_scales, kr_scales and indices are those of `latent_attention`, and mean the same; sinks must be None. lse is
+    [B, S, N] in float32, or float64 for float64, its logarithm is the natural one, and it is minus infinity for a row
+    whose scores all are. Such a row gives zeros, so it adds nothing to others.
 
     Returns out [B, S, N, Hckv] and lse. Raises ValueError for arguments that do not fit. Inference only.
     """
+    if a.indices is not None:
+        return of_queries(body(over_rows(a)), a.query)
     a = latent_attention.in_numbers(a)
     scores = logits(*latent_attention.scores(a), a.scale, a.fill, rows_first=True)
     weights, lse = weights_and_sums(scores, dtype_of(a))
     return latent_attention.weighted(weights, a), lse
+
+
+def of_queries(results: tuple[Tensor, Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+    """What was computed for each query token as a sequence, for the sequences that these are of."""
+    out, lse = results
+    return out.view(query.shape), lse.view(query.shape[:3])
 
 
 def weights_and_sums(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

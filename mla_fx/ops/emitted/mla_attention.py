@@ -1,7 +1,7 @@
 """mla_attention: attention of plain MLA queries over the compressed latents, in whichever form is cheaper."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
 from .attention import as_mask, check_mask, probabilities
+from .chosen_rows import check_indices
 from .pages import check_operands, context_of, unpaged, without_codes
-from .tiled_attention import Form, at_once, attend, count_of_scores, seen_keys
+from .tiled_attention import Form, at_once, attend, count_of_scores, mask_of_rows, parts, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
 CHOOSES = "it chooses its form by the number of query tokens of each call"
 FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
 WITHOUT_TILES = 4  # times as many on a CPU without AMX; measured
+ROWS = 256  # query tokens that choose keys and are absorbed at a time
+PAYS, READ = 3, 64  # times a chosen key; measured on a CPU without AMX, of 16, 64 and 128 heads
 
 Attend = Callable[[latent_attention.Arguments], Tensor]
 
@@ -42,6 +45,7 @@ class Arguments:
     block_table: Tensor | None = None
     kv_scales: Tensor | None = None
     kr_scales: Tensor | None = None
+    indices: Tensor | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -81,17 +85,49 @@ def body(a: Arguments) -> Tensor:
     kv_scales and kr_scales are those of `latent_attention`: caches may hold codes, which become numbers in the dtype of
     q_nope.
 
+    With indices, int64 or int32 [B, S, 1, K], a query sees no keys but those it chose, as for `latent_attention`; each
+    is named once. The result is the same in whichever form it is computed: of absorbed queries over chosen keys, or
+    over all keys under a mask. Beyond max_absorbed_tokens query tokens, keys and values are expanded for the latter.
+
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
-    return absorbed(a) if is_absorbed(a) else expanded(a)
+    return absorbed(a) if a.indices is not None or is_absorbed(a) else expanded(a)
 
 
 def kernel(a: Arguments, attend: Attend = latent_attention.kernel) -> Tensor:
     """The same in memory that does not grow with S * T."""
+    if a.indices is not None:
+        return by_rows(a, attend)
     if is_absorbed(a):
         return absorbed(a, attend)
     return expanded(a) if has_few_scores(a) else tiled(a)
+
+
+def by_rows(a: Arguments, attend: Attend) -> Tensor:
+    """`absorbed` by tiles of query rows: absorbed queries are several times as large as plain ones."""
+    out = fake(a)
+    for first, last in parts(a.q_nope.shape[1], ROWS):
+        out[:, first:last] = absorbed(_of_rows(a, first, last), attend)
+    return out
+
+
+def _of_rows(a: Arguments, first: int, last: int) -> Arguments:
+    behind = a.q_nope.shape[1] - last
+    return replace(
+        a,
+        q_nope=a.q_nope[:, first:last],
+        q_rope=None if a.q_rope is None else a.q_rope[:, first:last],
+        indices=None if a.indices is None else a.indices[:, first:last],
+        mask=mask_of_rows(a.mask, first, last),
+        context_lens=None if a.context_lens is None else a.context_lens - behind,
+    )
+
+
+def fewest(chosen: int, heads: int) -> int:
+    """The number of keys from which on a prompt that reads the chosen ones alone takes less time. Heads share what is
+    read."""
+    return PAYS * chosen + READ * chosen // heads
 
 
 def is_absorbed(a: Arguments) -> bool:
@@ -123,8 +159,8 @@ def in_latent_space(a: Arguments) -> latent_attention.Arguments:
     query = absorbed_query(a.q_nope, a.weight_uk)
     a = a if query.dtype == a.q_nope.dtype else without_codes(a)  # their numbers have the dtype of the query
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
-    scales = a.kv_scales, a.kr_scales
-    return latent_attention.Arguments(*operands, *scales, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
+    rest = a.kv_scales, a.kr_scales, a.indices
+    return latent_attention.Arguments(*operands, *rest, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
 
 
 def absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
@@ -183,10 +219,11 @@ def joined(a: Arguments, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check(a: Arguments) -> None:
-    sizes = check_operands(a, "B, S, N, D")
+    sizes = check_operands(a, "B, S, N, D", "indices")
     check_letters(a, sizes, weight_uk="N, D, Hckv", weight_uv="N, Dv, Hckv")
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     check_letters(a, sizes, sinks="N")
+    check_indices(a, sizes)
     if statically_known_true(a.max_absorbed_tokens < 0):
         raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
 
@@ -236,6 +273,12 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
             *latent_attention.paged_sample(dtype, 12, 3, torch.tensor([70, 3]), 16)
         )
         yield Sample(f"{name}, block_table, NZ", (query, rope, *pages, uk, uv, None, lens, None, table), options)
+    queries = sample(dtype, 0)
+    for one in latent_attention.chosen_samples(dtype):
+        steps = one.args[0].shape[1]
+        rope = None if one.args[1] is None else queries[1][:, :steps]
+        operands = queries[0][:, :steps], rope, *one.args[2:4], *queries[4:6], *one.args[4:]
+        yield Sample(one.mode, operands, one.kwargs)
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:

@@ -26,19 +26,19 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
         lse = log(sum(exp(s)))
 
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, scale, the masks (mask, context_lens, is_causal, fill),
-    block_table, kv_scales, kr_scales and max_absorbed_tokens are those of `mla_attention`, and mean the same; sinks
-    must be None. lse is that of `latent_attention.with_lse`: [B, S, N] in float32, or float64 for float64, and minus
-    infinity for a row whose scores all are. Such a row gives zeros.
+    block_table, kv_scales, kr_scales, indices and max_absorbed_tokens are those of `mla_attention`, and mean the same;
+    sinks must be None. lse is that of `latent_attention.with_lse`: [B, S, N] in float32, or float64 for float64, and
+    minus infinity for a row whose scores all are. Such a row gives zeros.
 
     Returns out [B, S, N, Dv] and lse. Raises ValueError for arguments that do not fit. Inference only. Tracing this
     function with a symbolic S guards on the comparison with max_absorbed_tokens.
     """
-    return absorbed(a) if is_absorbed(a) else expanded(a)
+    return absorbed(a) if a.indices is not None or is_absorbed(a) else expanded(a)
 
 
 def kernel(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same in memory that does not grow with S * T."""
-    return absorbed(a) if is_absorbed(a) else tiled(a)
+    return absorbed(a) if a.indices is not None or is_absorbed(a) else tiled(a)
 
 
 def absorbed(a: Arguments, attend: Attend = latent_attention_with_lse.body) -> tuple[Tensor, Tensor]:

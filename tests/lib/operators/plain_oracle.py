@@ -132,8 +132,8 @@ def oracle_mla(*args, **options):
 
 
 def oracle_sums(
-    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, table=None, kv_scales=None, kr_scales=None, *,
-    scale, is_causal=False, fill=None, max_absorbed_tokens=0
+    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, table=None, kv_scales=None, kr_scales=None,
+    indices=None, *, scale, is_causal=False, fill=None, max_absorbed_tokens=0
 ):  # fmt: skip
     batch, steps, heads, _ = q.shape
     kv, kr = oracle_numbers(kv, kv_scales), oracle_numbers(kr, kr_scales)
@@ -143,7 +143,9 @@ def oracle_sums(
     if lens is not None:
         mask = oracle_visible(lens.expand(batch), steps, kv.shape[1])
     out, sums = torch.empty(batch, steps, heads, w_uv.shape[1]).double(), torch.empty(batch, steps, heads).double()
-    mask = None if mask is None else mask.expand(batch, heads, steps, kv.shape[1])
+    sizes = batch, heads, steps, kv.shape[1]
+    mask = mask if indices is None else oracle_chosen(indices, mask, sizes)
+    mask = None if mask is None else mask.expand(sizes)
     for b in range(batch):
         for n in range(heads):
             keys, values = kv[b] @ w_uk[n].T, kv[b] @ w_uv[n].T
@@ -205,29 +207,15 @@ def oracle_numbers(codes, scales):
     return numbers
 
 
-def oracle_sparse(query, query_rope, kv, kr, indices, mask=None, lens=None, sinks=None, table=None, **options):
-    visible = oracle_chosen(query, kv, indices, mask, lens, table)
-    return oracle_latent(query, query_rope, kv, kr, visible, None, sinks, table, **options)
-
-
-def oracle_prompt(q, q_rope, kv, kr, w_uk, w_uv, indices, mask=None, lens=None, sinks=None, table=None, **options):
-    visible = oracle_chosen(q, kv, indices, mask, lens, table)
-    return oracle_mla(q, q_rope, kv, kr, w_uk, w_uv, visible, None, sinks, table, **options)
-
-
-def oracle_chosen(query, kv, indices, mask, lens, table):
-    """A mask under which the chosen keys alone are visible."""
-    batch, steps, heads, _ = query.shape
-    context = oracle_context(kv, table).shape[1]
-    visible = torch.zeros(batch, heads, steps, context).bool()
-    for b, s in itertools.product(range(batch), range(steps)):
+def oracle_chosen(indices, mask, sizes):
+    """A mask [B, N, S, T] under which the chosen keys alone are visible, as far as they are under another one."""
+    chosen = torch.zeros(sizes).bool()
+    for b, s in itertools.product(range(sizes[0]), range(sizes[2])):
         for key in indices[b, s, 0].tolist():
-            visible[b, :, s, key] |= key >= 0
-    if lens is not None:
-        visible = visible & oracle_visible(lens.expand(batch), steps, context)
-    if mask is not None:
-        visible = visible & mask if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
-    return visible
+            chosen[b, :, s, key] |= key >= 0
+    if mask is None:
+        return chosen
+    return chosen & mask if mask.dtype == torch.bool else mask.masked_fill(~chosen, -math.inf)
 
 
 def oracle_index(
@@ -293,8 +281,6 @@ ORACLES = {
     "mla_attention.with_lse": oracle_sums,
     "rms_norm": oracle_rows,
     "rope": oracle_heads,
-    "sparse_latent_attention": oracle_sparse,
-    "sparse_mla_attention": oracle_prompt,
     "lightning_index": oracle_index,
 }
 # For each result that is an updated cache, the argument that holds the old one.

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import latent_attention, lightning_index, mla_attention, sparse_latent_attention
+from mla_fx.ops.emitted import latent_attention, lightning_index, mla_attention
 from mla_fx.ops.emitted.codes import CODES
 from mla_fx.target import first_of, modules_of_operators
 
@@ -30,6 +30,10 @@ def fake():
 
 def modules():
     return {entry.name: module for entry, module in modules_of_operators("mla_fx.lowering.cuda")}
+
+
+def module_of(name):
+    return modules()[name.partition(",")[0]]
 
 
 def empty(*shape, dtype=torch.bfloat16, device="cuda"):
@@ -53,7 +57,7 @@ def plain(tokens=TOKENS, rank=512, absorbed=128, **kind):
 
 def sparse(tokens=TOKENS, **kind):
     a, indices = latent(tokens, **kind), empty(2, tokens, 1, CHOSEN, dtype=torch.int32)
-    return sparse_latent_attention.Arguments(*list(vars(a).values())[:4], indices, scale=0.1)
+    return replace(a, indices=indices)
 
 
 def index(tokens=TOKENS, **kind):
@@ -66,7 +70,8 @@ CALLS = {
     "latent_attention.with_lse": (latent, [1, 16]),
     "mla_attention": (plain, [1, 16]),
     "mla_attention.with_lse": (plain, [1, 16]),
-    "sparse_latent_attention": (sparse, [1, 64]),
+    "latent_attention, chosen keys": (sparse, [1, 64]),
+    "latent_attention.with_lse, chosen keys": (sparse, [1, 64]),
     "lightning_index": (index, [1, 64]),
 }
 
@@ -76,7 +81,7 @@ CALLS = {
 def test_lowered_to_a_kernel(name, dtype, fake):
     made, tokens = CALLS[name]
     for count in tokens:
-        lowered = modules()[name].lower(made(count, dtype=dtype))
+        lowered = module_of(name).lower(made(count, dtype=dtype))
         assert calls_of(lowered, made(count, dtype=dtype, device="cpu")) == 1
 
 
@@ -85,7 +90,7 @@ def test_lowered_to_a_kernel(name, dtype, fake):
 def test_codes_are_lowered_to_a_kernel(name, codes, fake):
     made, (tokens, *_) = CALLS[name]
     call, traced = (coded(made(tokens, device=device), codes) for device in ("cuda", "cpu"))
-    assert calls_of(modules()[name].lower(call), traced) == 1
+    assert calls_of(module_of(name).lower(call), traced) == 1
 
 
 def coded(a, codes):
@@ -101,7 +106,7 @@ def calls_of(lowered, a):
 
 
 def test_every_lowering_is_tested():
-    assert set(modules()) == set(CALLS)
+    assert set(modules()) == {name.partition(",")[0] for name in CALLS}
 
 
 LATENT = "latent_attention", "latent_attention.with_lse", "mla_attention", "mla_attention.with_lse"
@@ -120,7 +125,7 @@ def test_refused(sentence, fake):
     options, names = REFUSED[sentence]
     for name in names:
         with pytest.raises(NoMatch, match=sentence):
-            modules()[name].lower(CALLS[name][0](**options))
+            module_of(name).lower(CALLS[name][0](**options))
 
 
 def test_few_tokens_are_absorbed_if_their_number_is_a_symbol(fake):

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.kernels import compiled, compiled_call, doubled, draw, error
-from mla_fx.lowering.cpu import prompts
-from mla_fx.lowering.cpu import sparse_mla_attention as lowering
-from mla_fx.lowering.loops import sparse_mla_attention as loops
+from mla_fx.lowering.cpu import chosen_keys, prompts
+from mla_fx.lowering.loops import mla_attention as loops
 
-from mla_fx.ops.emitted import sparse_mla_attention
+from mla_fx.ops.emitted import mla_attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -30,9 +29,9 @@ def call(tokens, chosen=CHOSEN, *, is_paged=False, **options):
     indices = draw(BATCH, tokens, 1, KEYS, seed=2).argsort(-1)[..., :chosen].to(torch.int32)
     indices[..., chosen - 6 :] = -1
     indices[0, tokens - 1] = -1
-    given = {"block_table": table if is_paged else None, "scale": 0.2, **options}
-    operands = *queries, pool[..., :RANK], pool[..., RANK:], up[:, :NOPE], up[:, NOPE:], indices
-    return sparse_mla_attention.Arguments(*operands, **given)
+    given = {"mask": None, "block_table": table if is_paged else None, "indices": indices, "scale": 0.2, **options}
+    operands = *queries, pool[..., :RANK], pool[..., RANK:], up[:, :NOPE], up[:, NOPE:]
+    return mla_attention.Arguments(*operands, **given)
 
 
 CALLS = {
@@ -56,18 +55,18 @@ CALLS = {
 @pytest.fixture
 def small(monkeypatch):
     """Parts so small that there are several, the last one smaller than the others."""
-    for module, name, size in ((sparse_mla_attention, "ROWS", 8), (prompts, "ROWS", 8), (prompts, "KEYS", 1)):
+    for module, name, size in ((mla_attention, "ROWS", 8), (prompts, "ROWS", 8), (prompts, "KEYS", 1)):
         monkeypatch.setattr(module, name, size)
 
 
 def check(found, a):
-    exact = sparse_mla_attention.body(doubled(a))
-    assert error(found, exact) <= 2 * error(sparse_mla_attention.body(a), exact) + 2**-8
+    exact = mla_attention.body(doubled(a))
+    assert error(found, exact) <= 2 * error(mla_attention.body(a), exact) + 2**-8
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_the_kernel(small, name):
-    found, code = compiled_call(sparse_mla_attention.operator, CALLS[name])
+    found, code = compiled_call(mla_attention.operator, CALLS[name])
     assert KERNEL in code
     check(found, CALLS[name])
 
@@ -76,9 +75,9 @@ def test_compiled_code_calls_the_kernel(small, name):
 def test_all_forms_are_the_same(small, name):
     """Targets without kernels, packages, and the check of a rewrite have their own."""
     a = CALLS[name]
-    check(sparse_mla_attention.kernel(a), a)
+    check(mla_attention.kernel(a), a)
     check(loops.from_copies(a), a)
-    torch.testing.assert_close(lowering.run(doubled(a)), sparse_mla_attention.body(doubled(a)))
+    torch.testing.assert_close(chosen_keys.run_prompt(doubled(a)), mla_attention.body(doubled(a)))
 
 
 def test_symbolic_sizes_choose_at_each_call(monkeypatch):
@@ -88,8 +87,9 @@ def test_symbolic_sizes_choose_at_each_call(monkeypatch):
     monkeypatch.setattr(prompts, "in_parts", lambda a: taken.append(a.mask.shape) or in_parts(a))
 
     def attend(q_nope, q_rope, kv_cache, kr_cache, indices):
-        operands = q_nope, q_rope, kv_cache, kr_cache, whole.weight_uk, whole.weight_uv, indices
-        return torch.ops.mla_fx.sparse_mla_attention(*operands, scale=0.2, max_absorbed_tokens=10)
+        operands = q_nope, q_rope, kv_cache, kr_cache, whole.weight_uk, whole.weight_uv, None
+        options = {"indices": indices, "scale": 0.2, "max_absorbed_tokens": 10}
+        return torch.ops.mla_fx.mla_attention(*operands, **options)
 
     def operands(tokens, keys, chosen):
         indices = torch.where(whole.indices < keys, whole.indices, -1)[:, :tokens, :, :chosen]
@@ -100,6 +100,7 @@ def test_symbolic_sizes_choose_at_each_call(monkeypatch):
     assert KERNEL in code
     for sizes in ((29, 90, 12), (28, 96, 30), (9, 96, 30), (8, 70, 7)):
         q_nope, q_rope, kv_cache, kr_cache, indices = operands(*sizes)
-        given = q_nope, q_rope, kv_cache, kr_cache, whole.weight_uk, whole.weight_uv, indices
-        check(step(q_nope, q_rope, kv_cache, kr_cache, indices), sparse_mla_attention.Arguments(*given, scale=0.2))
+        given = q_nope, q_rope, kv_cache, kr_cache, whole.weight_uk, whole.weight_uv, None
+        exact = mla_attention.Arguments(*given, indices=indices, scale=0.2)
+        check(step(q_nope, q_rope, kv_cache, kr_cache, indices), exact)
     assert taken == [(BATCH, 1, 30, 96), (BATCH, 1, 28, 96)]

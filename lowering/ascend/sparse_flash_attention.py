@@ -1,4 +1,4 @@
-"""Lowers sparse_latent_attention to torch_npu.npu_sparse_flash_attention (SparseFlashAttention in graphs).
+"""Lowers latent_attention to chosen keys to torch_npu.npu_sparse_flash_attention (SparseFlashAttention in graphs).
 
 The source is op-plugin's document of that operator (August 2026), and sparse_flash_attention_tiling.cpp of
 ops-transformer."""
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.sparse_latent_attention import Arguments, seen_places
+from mla_fx.ops.emitted.chosen_rows import seen_places
+from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.target import Compiled
 
 from . import causal_masks, limits
@@ -19,7 +20,6 @@ from .fused_infer_attention_score_rules import LATENT_HEADS, RANK, ROPE
 from .rows_of_keys import PAGES, key_lengths, keys_of
 from .surface import A2, A3, Surface
 
-OPERATOR = "sparse_latent_attention"
 KERNEL = "SparseFlashAttention"
 
 CHIPS = (A2, A3)
@@ -45,10 +45,11 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
 
 
 def plain(surface: Surface, a: Arguments) -> Tensor:
-    """The result of `mla_fx.sparse_latent_attention`. Without a rotary part, the kernel gets one of zeros.
+    """The result of `mla_fx.latent_attention`. Without a rotary part, the kernel gets one of zeros.
 
     Where all chosen keys of a row are hidden, the kernel averages over them, and the operator has zeros."""
     mask, a = a.mask, with_lengths(a)
+    assert a.indices is not None, "keys are chosen"
     latents, table = keys_of(a.kv_cache, a.block_table)
     lengths, mode = key_lengths(a, a.kv_cache)
     if a.query_rope is None or a.kr_cache is None:

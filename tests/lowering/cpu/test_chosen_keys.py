@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.kernels import compiled, compiled_call, doubled, draw, error
-from mla_fx.lowering.cpu.sparse_latent_attention import over_all
+from mla_fx.lowering.cpu.chosen_keys import of_latents
 
-from mla_fx.ops.emitted import latent_attention, sparse_latent_attention, sparse_mla_attention
+from mla_fx.ops.emitted import latent_attention, mla_attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -27,8 +27,8 @@ def call(tokens, *, is_paged=False, **options):
     indices = draw(BATCH, tokens, 1, KEYS, seed=2).argsort(-1)[..., :CHOSEN].to(torch.int32)
     indices[..., CHOSEN - 6 :] = -1
     indices[0, tokens - 1] = -1
-    given = {"block_table": table if is_paged else None, "scale": 0.2, **options}
-    return sparse_latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], indices, **given)
+    given = {"mask": None, "block_table": table if is_paged else None, "indices": indices, "scale": 0.2, **options}
+    return latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
 
 
 CALLS = {
@@ -48,18 +48,19 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_the_kernel(name):
     a = CALLS[name]
-    found, code = compiled_call(sparse_latent_attention.operator, a)
-    exact = sparse_latent_attention.body(doubled(a))
+    found, code = compiled_call(latent_attention.operator, a)
+    exact = latent_attention.body(doubled(a))
     assert KERNEL in code
-    assert error(found, exact) <= 2 * error(sparse_latent_attention.body(a), exact) + 2**-8
+    assert error(found, exact) <= 2 * error(latent_attention.body(a), exact) + 2**-8
 
 
 def test_symbolic_sizes_choose_at_each_call():
     """All keys are read where most are chosen."""
     whole = call(1)
 
-    def attend(query, query_rope, kv_cache, kr_cache, indices):
-        return torch.ops.mla_fx.sparse_latent_attention(query, query_rope, kv_cache, kr_cache, indices, scale=0.2)
+    def attend(*given):
+        *rows, indices = given
+        return torch.ops.mla_fx.latent_attention(*rows, None, indices=indices, scale=0.2)
 
     def operands(keys, chosen):
         indices = torch.where(whole.indices < keys, whole.indices, -1)[..., :chosen].sort(-1, descending=True).values
@@ -70,15 +71,16 @@ def test_symbolic_sizes_choose_at_each_call():
     assert KERNEL in code
     for sizes in ((90, 12), (96, 7), (70, 20)):
         given = operands(*sizes)
-        wanted = sparse_latent_attention.body(sparse_latent_attention.Arguments(*given, scale=0.2))
+        rows, indices = given[:-1], given[-1]
+        wanted = latent_attention.body(latent_attention.Arguments(*rows, None, indices=indices, scale=0.2))
         torch.testing.assert_close(step(*given), wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_all_keys_under_a_mask_are_the_same(name):
     a = CALLS[name]
-    exact = sparse_latent_attention.body(a).double()
-    assert error(latent_attention.body(over_all(a)), exact) <= 2**-7
+    exact = latent_attention.body(a).double()
+    assert error(latent_attention.body(of_latents(a)), exact) <= 2**-7
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["flat", "pages"])
@@ -92,8 +94,8 @@ def test_an_index_of_the_next_sequence_is_an_error(number, is_paged):
     more = {"weight_uk": draw(HEADS, 4, RANK).bfloat16(), "weight_uv": draw(HEADS, 5, RANK, seed=1).bfloat16()}
     held = {"q_nope": draw(BATCH, 3, HEADS, 4).bfloat16(), "q_rope": right.query_rope, **more}
     named = {name: value for name, value in vars(wrong).items() if name not in ("query", "query_rope")}
-    plain = sparse_mla_attention.Arguments(**held, **named)
-    for operator, a in ((sparse_latent_attention.operator, wrong), (sparse_mla_attention.operator, plain)):
+    plain = mla_attention.Arguments(**held, **named)
+    for operator, a in ((latent_attention.operator, wrong), (mla_attention.operator, plain)):
         with pytest.raises(ValueError, match=sentence):
             operator.overload(**vars(a))
         with pytest.raises(ValueError, match=sentence):
@@ -105,9 +107,9 @@ def test_an_index_of_the_next_sequence_is_an_error(number, is_paged):
 def test_loops_refuse_an_index_of_the_next_sequence(is_paged):
     """No kernel is for float64. Loops refuse a number in a table that names no block alike."""
     right = doubled(call(1, is_paged=is_paged))
-    found, code = compiled_call(sparse_latent_attention.operator, right)
-    assert KERNEL not in code and error(found, sparse_latent_attention.body(right)) <= 1e-12
+    found, code = compiled_call(latent_attention.operator, right)
+    assert KERNEL not in code and error(found, latent_attention.body(right)) <= 1e-12
     given = right.indices.clone()
     given[0, 0, 0, 2] = KEYS
     with pytest.raises(RuntimeError, match="index out of bounds"):
-        compiled_call(sparse_latent_attention.operator, replace(right, indices=given))
+        compiled_call(latent_attention.operator, replace(right, indices=given))

@@ -1,0 +1,69 @@
+"""Attention to chosen keys by attention_over_rows: over the chosen rows or, if most are chosen, over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from mla_fx.ops.common.lean import define_lean_on, first_result
+from mla_fx.ops.common.math import accumulation_dtype
+from mla_fx.ops.emitted import chosen_rows, latent_attention, mla_attention
+from mla_fx.ops.emitted.attention import as_mask, masked
+from mla_fx.ops.emitted.chosen_rows import check_numbers, over_rows
+from mla_fx.ops.emitted.kernel_operands import results
+from mla_fx.ops.emitted.latent_attention_with_lse import of_queries
+from mla_fx.ops.emitted.pages import context_of
+
+from . import attention_over_rows, prompts
+from .attention_over_rows import DTYPES
+
+
+def of_latents(a: latent_attention.Arguments) -> latent_attention.Arguments:
+    """The same as attention to all keys under a mask. It adds the logarithm of how often each key is chosen."""
+    assert a.indices is not None, "keys are chosen"
+    keys, context = a.indices.squeeze(2).long(), context_of(a.kv_cache, a.block_table)
+    counts = a.query.new_zeros(*keys.shape[:2], context + 1, dtype=accumulation_dtype(a.query.dtype))
+    keys = keys.masked_fill(keys < 0, context)  # the last count is of places without a key
+    counts.scatter_add_(-1, keys, counts.new_ones(keys.shape))
+    mask = counts[..., :context].log().unsqueeze(1)
+    for given in (a.mask, as_mask(None, a.context_lens, False, a.query, context)):
+        if given is not None:
+            mask = masked(mask, given, None)
+    return replace(a, mask=mask, context_lens=None, indices=None)
+
+
+def run(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
+    """The same as latent_attention, and its logarithms."""
+    assert a.indices is not None, "keys are chosen"
+    context = context_of(a.kv_cache, a.block_table)
+    check_numbers(a.indices, context)
+    if context < chosen_rows.PAYS * a.indices.shape[-1]:
+        return attention_over_rows.run(of_latents(a))
+    return run_chosen(a)
+
+
+def run_chosen(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
+    return of_queries(attention_over_rows.run(over_rows(a)), a.query)
+
+
+def run_prompt(a: mla_attention.Arguments) -> Tensor:
+    """The same as mla_attention."""
+    assert a.indices is not None, "keys are chosen"
+    context = context_of(a.kv_cache, a.block_table)
+    check_numbers(a.indices, context)
+    is_checked = a.q_nope.dtype not in DTYPES  # a rewrite, with numbers that may name a key twice
+    if is_checked or context >= mla_attention.fewest(a.indices.shape[-1], a.q_nope.shape[2]):
+        return mla_attention.by_rows(a, first_result(run_chosen))
+    if a.q_nope.shape[1] <= a.max_absorbed_tokens:
+        return mla_attention.by_rows(a, first_result(run))
+    return prompts.in_parts(chosen_rows.over_all(a))
+
+
+attend_with_lse = define_lean_on(
+    latent_attention.Arguments, "sparse_attention_over_rows", run, results, returns=("out", "lse")
+)
+attend = first_result(attend_with_lse)
+attend_prompt = define_lean_on(
+    mla_attention.Arguments, "sparse_mla_attention_over_rows", run_prompt, mla_attention.fake, returns=("out",)
+)
