@@ -34,7 +34,7 @@ aten = torch.ops.aten
 MOST_STEPS = 1000
 MOST_TERMS = 16
 TESTS = frozenset({aten.eq.Scalar, aten.ne.Scalar})
-SMOOTH = frozenset(
+POINTWISE = frozenset(
     {
         *EXPONENTIALS, aten.log.default, aten.log2.default, aten.log1p.default, aten.expm1.default, aten.add.Tensor,
         aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.reciprocal.default,
@@ -61,7 +61,7 @@ KEEP_SIGNS = frozenset(
 LARGER = frozenset({aten.maximum.default, aten.minimum.default})
 CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default})
 FIRST_OF_SEVERAL = frozenset({aten.max.dim, aten.log_sigmoid_forward.default})
-STEPS = SMOOTH | GUARDS | TESTS | REDUCTIONS | SOFTMAX | FIRST_OF_SEVERAL
+STEPS = POINTWISE | GUARDS | TESTS | REDUCTIONS | SOFTMAX | FIRST_OF_SEVERAL
 
 Step = Callable[..., Tensor]
 
@@ -114,7 +114,7 @@ class Arithmetic:
         number = constant(node)
         if number is not None:
             return self._add(functools.partial(torch.full, (), number, dtype=torch.float64), [])
-        found = self._pointwise(plain) if node.target in SMOOTH | GUARDS | TESTS else self._over_terms(plain)
+        found = self._pointwise(plain) if node.target in POINTWISE | GUARDS | TESTS else self._over_terms(plain)
         return self._leaf(plain) if found is None else found
 
     def _leaf(self, plain: Element) -> int:

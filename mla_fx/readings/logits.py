@@ -25,7 +25,7 @@ from .softmax import MASKED_FILL
 aten = torch.ops.aten
 
 Score = TypeVar("Score")
-TAME = 2.0**64  # no score is as large
+LARGEST = 2.0**64  # no score is as large
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _masks(element: Element) -> list[Mask]:
 def _check_fills(masks: Iterable[Mask], dtype: torch.dtype, element: Element) -> None:
     """Raises NoMatch if part of a sum is filled with a number, unless that absorbs any score that is added to it."""
     fills = [-mask.fill / abs(element.factor) for mask in masks if mask.fill not in (None, -math.inf)]
-    if len(fills) > 1 or any(fill * torch.finfo(dtype).eps < TAME for fill in fills):
+    if len(fills) > 1 or any(fill * torch.finfo(dtype).eps < LARGEST for fill in fills):
         raise NoMatch("only part of the attention scores is filled with a number", element.origin)
 
 

@@ -28,7 +28,7 @@ from .arithmetic import Arithmetic, is_step
 from .axes import Axis, Index
 from .calls import CASTS
 from .element import Element, computed_from, computed_with, resolve
-from .points import Points
+from .points import FAR, Points
 from .reading import Reading
 from .views import MOVERS, SPLITS, fresh_index
 
@@ -36,7 +36,6 @@ aten = torch.ops.aten
 
 MOVES = frozenset({*MOVERS, *CASTS, *SPLITS, aten.cat.default, operator.getitem})
 CLOSE = 1e-11
-FAR = 1e13  # beyond what is drawn of sums
 SUBSETS = 64
 
 

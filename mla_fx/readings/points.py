@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 EACH = 24  # points of a scale
+FAR = 1e13  # beyond the logarithms of sums
 OUTS = (0.0, 1e-3, 1.0, 1.0, 30.0, 1e5, 1e30)  # scales of attention
 HALVINGS = 20
 STEPS = (0.0, 1e-6, 1e-3, 0.05)  # away from a switch, as shares of the way between two points that it parts

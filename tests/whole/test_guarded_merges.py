@@ -5,7 +5,7 @@ import pytest
 import torch
 from lib.comparing import check_same
 from lib.layers import QUIET, Reporting
-from lib.loops import Loop, drafts, hide
+from lib.loops import Loop, drafts, hide, running_sums, same
 from lib.zoo import parts, servers
 
 pytestmark = [
@@ -27,30 +27,6 @@ class Bounded(parts.Shards):
     def joined(self, outs, lses):
         outs, lses = self.change(outs, lses)
         return self.end((outs * lses.softmax(0).unsqueeze(-1)).sum(0))
-
-
-def same(value):
-    return value
-
-
-def loop(own=same, whole=same, end=same):
-    """Flash attention's loop, whose sum of each part, whole sum and result are changed."""
-
-    def run(chunks):
-        out = total = largest = None
-        for scores, hidden, latent in chunks:
-            scores = hide(scores, hidden)
-            new = scores.amax(-1, keepdim=True)
-            new = new if largest is None else torch.maximum(largest, new)
-            weights = (scores - new).exp()
-            found, more = weights @ latent, own(weights.sum(-1, keepdim=True))
-            if largest is not None:
-                shrink = (largest - new).exp()
-                found, more = out * shrink + found, total * shrink + more
-            out, total, largest = found, more, new
-        return end(out / whole(total))
-
-    return run
 
 
 GUARDS = {  # of sums of exponentials; those of one key that has all the weight are 1
@@ -76,7 +52,7 @@ BOUNDS = {
 @pytest.mark.parametrize("guard", GUARDS)
 def test_guarded_sums_are_the_programs(guard, place, target):
     for sharpness in (SHARP, 1.0, ALIKE):
-        check(Loop(loop(**{place: GUARDS[guard]}), sharpness=sharpness), drafts(), target)
+        check(Loop(running_sums(**{place: GUARDS[guard]}), sharpness=sharpness), drafts(), target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -84,7 +60,7 @@ def test_a_sum_of_100_equal_keys_is_bounded(target):
     x, positions, _ = drafts()
     caches = tuple(cache[:, :1].repeat(1, 120, 1) for cache in servers.drafts(3, 2)[2])
     given = x, positions + 100, caches
-    layer = Loop(loop(whole=lambda total: total.clamp(max=60)), (slice(0, 100), slice(100, None)), ALIKE)
+    layer = Loop(running_sums(whole=lambda total: total.clamp(max=60)), (slice(0, 100), slice(100, None)), ALIKE)
     report = check(layer, given, target)
     assert any("case that no attention" in miss.reason or "not weighted" in miss.reason for miss in report.misses)
 
@@ -95,7 +71,7 @@ def test_bounded_attention_is_the_programs(bound, target):
     """Parts are merged by sums or by logarithms, or bounded before. Caches hold numbers beyond the bounds."""
     end = BOUNDS[bound]
     layers = (
-        Loop(loop(end=end)),
+        Loop(running_sums(end=end)),
         Bounded(lambda outs, lses: (outs, lses), end),
         Bounded(lambda outs, lses: (end(outs), lses), same),
     )

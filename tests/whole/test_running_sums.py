@@ -7,7 +7,7 @@ import pytest
 import torch
 from lib.comparing import check_same
 from lib.layers import QUIET, Reporting, in_type
-from lib.loops import Loop, drafts, hide
+from lib.loops import Loop, drafts, hide, running_sums
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,23 +18,6 @@ ONE = {"mla_prolog": 1, "latent_attention": 1}
 PIECES = {"mla_prolog": 1, "latent_attention": 3, "merge_attention": 1}
 GAP = (slice(0, 5), slice(6, 12), slice(12, 16))
 NEIGHBOURS = ("guarded", "triples", "divided twice")  # rows that see no key of a part are no NaN there
-
-
-def running(chunks):
-    """Sums shrink where the largest score grows."""
-    out = total = largest = None
-    for scores, hidden, latent in chunks:
-        scores = hide(scores, hidden)
-        own = scores.amax(-1, keepdim=True)
-        new = own if largest is None else torch.maximum(largest, own)
-        weights = (scores - new).exp()
-        if largest is None:
-            out, total = weights @ latent, weights.sum(-1, keepdim=True)
-        else:
-            shrink = (largest - new).exp()
-            out, total = out * shrink + weights @ latent, total * shrink + weights.sum(-1, keepdim=True)
-        largest = new
-    return out / total
 
 
 def from_zeros(chunks):
@@ -98,7 +81,7 @@ def divided_twice(chunks):
 
 
 RIGHT = {
-    "running": (running, PIECES),
+    "running": (running_sums(), PIECES),
     "from zeros": (from_zeros, PIECES),
     "guarded": (guarded, ONE),
     "triples": (triples, ONE),
