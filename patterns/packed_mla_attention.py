@@ -1,7 +1,7 @@
 """Attention of neighbouring sequences of packed tokens, each to itself, as one call.
 
     mla_attention(q_nope[:t], .., kv_cache[:t], ..), mla_attention(q_nope[t:], .., kv_cache[t:], ..)
-        -> packed_mla_attention(q_nope, .., kv_cache, .., [t, T - t]).split([t, T - t])
+        -> mla_attention(q_nope, .., kv_cache, .., lens=[t, T - t]).split([t, T - t])
 
 Servers prefill the tokens of several sequences at once, and attend in a loop over their lengths. One call expands keys
 and values for all of them by one product, which reads the weight once.
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mla_fx.cases import DR, DV, HE, Case, D, Layer, N
 from mla_fx.rule import ByDesign, Match, NearestMiss, Plan, Rule
 from mla_fx.rule.indices import Size, axes
-from mla_fx.rule.operands import PLAIN_ATTENTION, Call, Expression, Replacement, tensor
+from mla_fx.rule.operands import Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import (
     Reading,
     are_neighbours,
@@ -33,7 +33,7 @@ from mla_fx.rule.readings import (
 )
 
 aten = torch.ops.aten
-ONE, PACKED = PLAIN_ATTENTION[0], torch.ops.mla_fx.packed_mla_attention.default
+ONE = torch.ops.mla_fx.mla_attention.default
 ROWS = ("q_nope", "q_rope", "kv_cache", "kr_cache")
 WEIGHTS = ("weight_uk", "weight_uv")
 
@@ -71,12 +71,11 @@ class PackedMlaAttention(Rule):
         if calls[0].meta["val"].device.type != "cpu":
             raise ByDesign("only CPUs attend to packed sequences by one call", calls[0])
         lens = list(map(_tokens, calls))
-        rows = [_operand([named_argument(call, name) for call in calls], 1) for name in ROWS]
-        weights = [_operand([named_argument(calls[0], name)], 0) for name in WEIGHTS]
-        packed = Call(PACKED, *rows, *weights, lens, **keywords(calls[0]))
-        parts = Call(aten.split_with_sizes.default, packed, lens)
-        news = (Call(aten.unsqueeze.default, Call(operator.getitem, parts, place), 0) for place in range(len(calls)))
-        return Plan(*map(Replacement, calls, news))
+        rows = {name: _operand([named_argument(call, name) for call in calls]) for name in ROWS}
+        weights = {name: _operand([named_argument(calls[0], name)]) for name in WEIGHTS}
+        given = positional(calls[0]) | rows | weights | {"lens": lens}
+        parts = Call(aten.split_with_sizes.default, Call(ONE, *given.values(), **keywords(calls[0])), lens, 1)
+        return Plan(*(Replacement(call, Call(operator.getitem, parts, place)) for place, call in enumerate(calls)))
 
 
 def _chain(first: Node) -> list[Node]:
@@ -117,10 +116,10 @@ def _tokens(call: Node) -> Size:
     return shape_of(call)[1]
 
 
-def _operand(pieces: list[Node | None], first: int) -> Expression | None:
-    """One operand of its pieces along dimension 1, from a dimension on."""
+def _operand(pieces: list[Node | None]) -> Expression | None:
+    """One operand of its pieces along dimension 1."""
     nodes = [piece for piece in pieces if piece is not None]
     if not nodes:
         return None
     element, index = joined(nodes, 1)
-    return tensor(element, [axes(part, "a dimension", nodes[0]) for part in index[first:]])
+    return tensor(element, [axes(part, "a dimension", nodes[0]) for part in index])

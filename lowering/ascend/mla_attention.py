@@ -25,11 +25,12 @@ from .lengths import Lengths
 from .surface import Surface
 
 OPERATOR = "mla_attention"
+PACKED = "packed sequences are attended to one by one"
 CHOSEN = "no kernel attends to chosen keys with queries that are not absorbed"
 
 
 def refuse_body(a: Arguments) -> None:
-    if a.indices is not None:
+    if a.indices is not None or a.lens is not None:
         return
     if a.block_table is not None and a.max_absorbed_tokens != 0:
         raise NoMatch(READS_PAGES)
@@ -41,6 +42,8 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
     kernel.refuse_chip(surface)
     if a.indices is not None:
         raise NoMatch(CHOSEN)
+    if a.lens is not None:
+        raise NoMatch(PACKED)
     if a.kv_scales is not None:
         raise NoMatch(f"kv_scales are given; {KERNEL} takes numbers")
     if surface.mode == "aclgraph":

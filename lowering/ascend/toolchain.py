@@ -42,7 +42,6 @@ PROLOGS: Mapping[Prolog, str] = {
 FORMAT_CASTS = frozenset({"_npu_format_cast"})
 REFUSED = {
     "mla_prolog_quant": "torch_npu has no such operator, only pypto has a kernel; mla_prolog_v3 has similar int8 modes",
-    "packed_mla_attention": "packed sequences are attended to one by one",
 }
 """Operators that no kernel computes, each with the reason."""
 IN_PLACE = {"npu_kv_rmsnorm_rope_cache_v2": [5, 6], "npu_mla_prolog_v3": [9, 10]}

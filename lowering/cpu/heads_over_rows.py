@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_fx.ops.common.lean import first_result
 from mla_fx.ops.common.machine import multiplies_pairs, multiplies_tiles
-from mla_fx.ops.emitted import latent_attention, mla_attention_with_lse, packed_mla_attention
+from mla_fx.ops.emitted import latent_attention, mla_attention_with_lse
 from mla_fx.ops.emitted.attention import aligned
 from mla_fx.ops.emitted.mla_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of, unpaged
@@ -20,7 +20,7 @@ EXPANDED = 2**23  # elements of keys and values at a time; measured: memory is t
 FEW_SCORES = 2**20  # measured: loops take no longer for these
 
 
-def is_fast(a: Arguments | packed_mla_attention.Arguments) -> bool:
+def is_fast(a: Arguments) -> bool:
     """Whether this is faster than PyTorch's kernel, which multiplies bfloat16 fast by AMX alone."""
     is_served = a.q_nope.dtype == torch.bfloat16 and a.q_nope.device.type == "cpu"
     return is_served and multiplies_pairs() and not multiplies_tiles() and attention_over_rows.is_built()

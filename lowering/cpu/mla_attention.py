@@ -16,7 +16,7 @@ from mla_fx.ops.emitted.mla_attention import (
 )
 
 from ..loops.mla_attention import absorbed_by, absorbed_by_with_lse, at_run_time, check_forms, tiled
-from . import chosen_keys, heads_over_rows, prompts
+from . import chosen_keys, heads_over_rows, packed_sequences, prompts
 from .attention_over_rows import attend, attend_with_lse, check_served, run
 
 OPERATOR = "mla_attention"
@@ -28,6 +28,8 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     if a.indices is not None:
         check_served(a.q_nope, a.kv_cache, a.indices)
         return chosen_keys.attend_prompt
+    if a.lens is not None:
+        return packed_sequences.lower(a)
     chooses = is_chosen_at_run_time(a)
     if not chooses and not is_absorbed(a):
         if _is_small(a) or not _is_better_called(a):
@@ -72,6 +74,8 @@ def lower_with_lse(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]
     """To attention_over_rows: the absorbed form, and the expanded one where that is fast."""
     if a.indices is not None:
         raise NoMatch("chosen keys of a prompt have no logarithms in the kernel")
+    if a.lens is not None:
+        raise NoMatch("packed sequences have no logarithms in the kernel")
     is_one_form = not is_chosen_at_run_time(a)
     if heads_over_rows.is_fast(a) and not (is_one_form and is_absorbed(a)):
         if is_one_form and not heads_over_rows.has_many_scores(a):

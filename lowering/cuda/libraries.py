@@ -81,6 +81,8 @@ def check_operands(a: Any, query: Tensor, kernel: str) -> None:
 def check_absorbed(a: mla_attention.Arguments, library: Any) -> None:
     """Raise NoMatch for a call of mla_attention that is not absorbed when it is compiled, or that the library does not
     take."""
+    if a.lens is not None:
+        raise NoMatch("lens are given; it takes absorbed queries")
     if mla_attention.is_chosen_at_run_time(a):
         raise NoMatch(mla_attention.CHOOSES)  # a conditional would copy the views of one cache
     if not mla_attention.is_absorbed(a):

@@ -18,12 +18,10 @@ from .libraries import check_absorbed
 from .split_keys import attend, attend_with_lse, check_served
 
 OPERATOR = "mla_attention"
-CHOSEN = "the kernel is for absorbed queries where keys are chosen"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
-    if a.indices is not None:
-        raise NoMatch(CHOSEN)
+    refuse_rows(a)
     if is_chosen_at_run_time(a):
         check_served(a.kv_cache, 1)  # few enough tokens to be absorbed
         check_forms(a)
@@ -35,14 +33,19 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 
 def lower_with_lse(a: Arguments) -> Compiled:
-    if a.indices is not None:
-        raise NoMatch(CHOSEN)
+    refuse_rows(a)
     if is_chosen_at_run_time(a):
         raise NoMatch(CHOOSES)
     if not is_absorbed(a):
         raise NoMatch("the kernel is for absorbed queries")
     check_served(a.kv_cache, a.q_nope.shape[1])
     return absorbed_by_with_lse(attend_with_lse)
+
+
+def refuse_rows(a: Arguments) -> None:
+    for name, rows in (("indices", a.indices), ("lens", a.lens)):
+        if rows is not None:
+            raise NoMatch(f"{name} are given; the kernel is for absorbed queries and for prompts of whole contexts")
 
 
 def chosen(a: Arguments) -> Tensor:

@@ -22,6 +22,7 @@ from mla_fx.ops.emitted.mla_attention import (
     is_chosen_at_run_time,
     is_masked,
 )
+from mla_fx.ops.emitted.packed_sequences import one_by_one, sequences
 from mla_fx.ops.emitted.pages import READS_PAGES, context_of, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import Form, goes_by_tiles, is_expressible
 from mla_fx.target import Compiled
@@ -31,13 +32,15 @@ from .latent_attention import IN_TILES, in_parts, undivided
 
 OPERATOR = "mla_attention"
 BY_ROWS = "it takes some query rows at a time; a compiler would copy the chosen keys of all of them"
+BY_SEQUENCES = "its logarithms are those of one sequence after the other"
 COMPUTED = "it chooses its form at each call, and sizes of its operands are computed, which a conditional does not take"
 
 
 def lower(a: Arguments) -> Form:
     if a.indices is not None:
         raise NoMatch(BY_ROWS)
-    check_forms(a)
+    for sequence in [a] if a.lens is None else sequences(a):
+        check_forms(sequence)
     if a.block_table is not None and a.max_absorbed_tokens != 0:
         raise NoMatch(READS_PAGES)
     return compiled
@@ -59,6 +62,8 @@ def check_forms(a: Arguments) -> None:
 
 def compiled(a: Arguments) -> Tensor:
     """The same in memory that does not grow with S * T. If S is a symbol, both forms are traced."""
+    if a.lens is not None:
+        return one_by_one(a, compiled)
     if is_chosen_at_run_time(a):
         return at_run_time(a, tiled)
     if is_absorbed(a):
@@ -83,6 +88,8 @@ in_latent_space = absorbed_by(in_parts)
 def from_copies(a: Arguments) -> Tensor:
     """The same from a copy of the contexts, with all scores stored at once unless PyTorch's own attention computes the
     same."""
+    if a.lens is not None:
+        return one_by_one(a, from_copies)
     a = in_one_piece(a if a.indices is None else over_all(a))
     many = tiled if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
     if is_chosen_at_run_time(a):
@@ -94,6 +101,8 @@ def lower_with_lse(a: Arguments) -> Compiled:
     """To the body over contexts in one piece."""
     if a.indices is not None:
         raise NoMatch(BY_ROWS)
+    if a.lens is not None:
+        raise NoMatch(BY_SEQUENCES)
     if is_chosen_at_run_time(a):
         raise NoMatch(CHOOSES)
     if a.block_table is not None and is_absorbed(a):
@@ -104,6 +113,8 @@ def lower_with_lse(a: Arguments) -> Compiled:
 
 
 def from_copies_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
+    if a.lens is not None:
+        return mla_attention_with_lse.body(a)
     a = in_one_piece(a if a.indices is None else over_all(a))
     return mla_attention_with_lse.expanded(a) if is_chosen_at_run_time(a) else mla_attention_with_lse.body(a)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch.fx import Graph, Node
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
-from mla_fx.ops import form
+from mla_fx.ops import FORMS, form
 
 from .arguments import Call, named_arguments, names_of
 from .torch_private import OpOverload
@@ -41,7 +41,7 @@ def fused_name(node: Call) -> str | None:
     if not isinstance(target, OpOverload) or target.namespace != "mla_fx":
         return None
     name = str(target._opname).rstrip("_")
-    return name if "indices" not in names_of(target) else form(name, dict(named_arguments(node)))
+    return name if FORMS.keys().isdisjoint(names_of(target)) else form(name, dict(named_arguments(node)))
 
 
 def source_of(node: Node | None) -> str:

@@ -17,9 +17,23 @@ from .common.define import Operator, Sample, define
 from .common.sample import Sampler
 
 __all__ = [
-    "Operator", "Sample", "Sampler", "catalogue", "check_dtype", "check_letters", "check_rank", "check_shape",
-    "check_tensors", "check_values", "define", "form", "names",
+    "FORMS",
+    "Operator",
+    "Sample",
+    "Sampler",
+    "catalogue",
+    "check_dtype",
+    "check_letters",
+    "check_rank",
+    "check_shape",
+    "check_tensors",
+    "check_values",
+    "define",
+    "form",
+    "names",
 ]  # fmt: skip
+
+FORMS = {"indices": "sparse", "lens": "packed"}  # arguments that give a call another name
 
 with collector_paused():
     _MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")]
@@ -32,12 +46,13 @@ def catalogue() -> dict[str, Operator]:
 
 
 def form(name: str, given: Mapping[str, Any]) -> str:
-    """The name that people know for a call of an operator with these arguments: attention to chosen keys is sparse."""
-    return name if given.get("indices") is None else f"sparse_{name}"
+    """The name that people know for a call of an operator with these arguments: attention to chosen keys is sparse, and
+    that of several sequences in one row is packed."""
+    return next((f"{word}_{name}" for argument, word in FORMS.items() if given.get(argument) is not None), name)
 
 
 def names() -> list[str]:
     """The names of all operators and of their forms."""
     known = {name.partition(".")[0]: entry for name, entry in catalogue().items()}
-    arguments = {name: (each.name for each in entry.overload._schema.arguments) for name, entry in known.items()}
-    return sorted({*known, *(form(name, dict.fromkeys(given, True)) for name, given in arguments.items())})
+    arguments = ((name, each.name) for name, entry in known.items() for each in entry.overload._schema.arguments)
+    return sorted({*known, *(form(name, {argument: True}) for name, argument in arguments)})

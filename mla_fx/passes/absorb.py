@@ -24,7 +24,7 @@ from mla_fx.errors import ByDesign
 from mla_fx.graph.provenance import ORIGINS
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.ops.common.machine import multiplies_tiles
-from mla_fx.readings.calls import args_of
+from mla_fx.readings.calls import args_of, named_argument
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.draft import Change, Draft
@@ -67,6 +67,8 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply)
 
     An absorbed float16 query may overflow where the original program does not. If the target runs the operators, such a
     call therefore stays an mla_attention, which computes the absorbed query in float32."""
+    if named_argument(node, "lens") is not None:
+        raise ByDesign(f"{UNABSORBED}: packed sequences are expanded", node)
     q_nope, _, kv_cache, *_ = args_of(node)
     value = q_nope.meta["val"]
     tokens, context = shape_of(q_nope)[1], shape_of(kv_cache)[1]

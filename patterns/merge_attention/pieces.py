@@ -106,7 +106,7 @@ def _is_next(part: _Part, other: _Part) -> bool:
         return False
     one, two = positional(part.call), positional(other.call)
     rest = one.keys() - {*PIECES, *MASKS}
-    is_whole = one["sinks"] is None and one["indices"] is None  # indices count from the start of each piece
+    is_whole = all(one.get(name) is None for name in ("sinks", "indices", "lens"))  # which are of one piece
     if not is_whole or not all(is_same(one[name], two[name]) for name in rest):
         return False
     if _options(part.call) != _options(other.call) or _is_added(part.call) != _is_added(other.call):

@@ -120,7 +120,6 @@ def test_a_users_own_call_becomes_its_body(converted, captured, tmp_path, target
 # Operators of the project that no kernel computes.
 NO_KERNEL = {
     "mla_prolog_quant": "torch_npu has no such operator, only pypto has a kernel; mla_prolog_v3 has similar int8 modes",
-    "packed_mla_attention": "packed sequences are attended to one by one",
 }
 
 

@@ -23,7 +23,6 @@ PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "T
 PLAIN = [
     *cases(DTYPES, ("latent_attention", "latent_attention.with_lse", "lightning_index")),
     *cases(DTYPES, ("mla_attention", "mla_attention.with_lse", "merge_attention")),
-    *cases(DTYPES, ("packed_mla_attention",)),
     *cases(DTYPES, ("rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
@@ -328,17 +327,7 @@ REFUSALS = {
         (option(sinks=torch.zeros(1, 3)), r"sinks has shape \[1, 3\]; it must be \[N\]"),
         (option(max_absorbed_tokens=-1), "max_absorbed_tokens is -1; it must be 0 or more"),
         *CHOSEN,
-    ],
-    "packed_mla_attention": [
-        (change(0, lambda q: q[None]), r"q_nope has shape \[1, 9, 3, 8\]; it must be \[T, N, D\]"),
-        (change(1, drop), "kr_cache is given and q_rope is None"),
-        (change(1, lambda q: q[1:]), r"q_rope has shape \[8, 3, 4\]; it must be \[T, N, Dr\]"),
-        (change(2, lambda c: c[1:]), r"kv_cache has shape \[8, 16\]; it must be \[T, Hckv\]"),
-        (change(3, torch.Tensor.double), "kr_cache has dtype torch.float64; it must be torch.float32"),
-        (change(5, lambda w: w[1:]), r"weight_uv has shape \[2, 6, 16\]"),
-        (change(6, lambda _: []), r"lens is \[\]; it must have one or more numbers, each 0 or more"),
-        (change(6, lambda _: [10, -1]), r"lens is \[10, -1\]; it must have one or more numbers, each 0 or more"),
-        (change(6, lambda _: [3, 1, 4]), r"lens is \[3, 1, 4\]; its sum must be T = 9"),
+        (option(lens=[3]), "B is 2 and lens are given; it must be 1"),
     ],
     "merge_attention": [
         (change(0, lambda outs: outs * 9), "outs has 18 tensors; it must have 1 to 16"),
@@ -376,8 +365,30 @@ def test_refusal_writes_nothing(name, spoil, message):
 def test_chosen_rows_are_not_read_out_of_fractals():
     paged = latent_attention.in_fractals(*latent_attention.paged_sample(torch.float32, 0, 3, torch.tensor([70, 3]), 16))
     args, options = chosen(*paged)
-    with pytest.raises(ValueError, match="kv_cache has shape .*: chosen rows are not read out of FRACTAL_NZ"):
+    with pytest.raises(ValueError, match=r"kv_cache has shape .*: chosen rows are not read out of FRACTAL_NZ"):
         torch.ops.mla_fx.latent_attention(*args, **options)
+
+
+PACKED = [
+    (change(1, drop), "kr_cache is given and q_rope is None"),
+    (change(2, lambda c: c[:, 1:]), r"kr_cache has shape \[1, 9, 4\]"),
+    (lambda args, _: args.__setitem__(slice(2, 4), [args[2][:, 1:], args[3][:, 1:]]), "T is 8 and lens are given"),
+    (change(4, lambda w: w[1:]), r"weight_uk has shape \[2, 8, 16\]"),
+    (option(lens=[]), r"lens is \[\]; it must have one or more numbers, each 0 or more"),
+    (option(lens=[10, -1]), r"lens is \[10, -1\]; it must have one or more numbers, each 0 or more"),
+    (option(lens=[3, 1, 4]), r"lens is \[3, 1, 4\]; its sum must be S = 9"),
+    (option(sinks=torch.zeros(3)), "sinks is given and lens are given; packed sequences have causality alone"),
+    (option(context_lens=torch.tensor([9]), is_causal=False), "context_lens is given and lens are given"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), PACKED)
+def test_refusal_of_packed_sequences(spoil, message):
+    args, options = mla_attention.packed(torch.float32, 0, {"scale": 0.3, "is_causal": True}, 3, 1, 5)
+    args = list(args)
+    spoil(args, options)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.mla_fx.mla_attention(*args, **options)
 
 
 def test_index_where_none_belongs():

@@ -239,12 +239,12 @@ def test_one_sequence_is_not_packed():
 
 def test_targets_may_refuse(monkeypatch):
     from mla_fx.lowering import reference
-    from mla_fx.lowering.ascend import toolchain
+    from mla_fx.lowering.ascend import mla_attention
 
     def refuse(*args, **options):
-        raise NoMatch(toolchain.REFUSED["packed_mla_attention"])
+        raise NoMatch(mla_attention.PACKED)
 
-    operator = torch.ops.mla_fx.packed_mla_attention.default
+    operator = torch.ops.mla_fx.mla_attention.default
     monkeypatch.setattr(reference.Reference, "runs_operators", False)
     monkeypatch.setattr(reference.Reference, "lowerings", lambda *_, **__: {operator: refuse})
     assert fused(Prompts, LENS) == APART

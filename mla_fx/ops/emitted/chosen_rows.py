@@ -60,9 +60,9 @@ def over_all(a: Any) -> Any:
 def seen_places(a: Any) -> Tensor:
     """Whether a place of `indices` holds a key that the lengths do not hide, [B, S, 1, K]."""
     is_key: Tensor = a.indices >= 0
-    if a.context_lens is None:
-        return is_key
-    return is_key & (a.indices <= last_keys(a.context_lens, a.query).mT.unsqueeze(-1))
+    if a.context_lens is not None:
+        is_key = is_key & (a.indices <= last_keys(a.context_lens, a.query).mT.unsqueeze(-1))
+    return is_key
 
 
 def _rows(cache: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from mla_fx.ops.common.sizes import statically_known_true
 from . import latent_attention
 from .attention import as_mask, check_mask, probabilities
 from .chosen_rows import check_indices
+from .packed_sequences import check_lens, one_by_one
 from .pages import check_operands, context_of, unpaged, without_codes
 from .tiled_attention import Form, at_once, attend, count_of_scores, mask_of_rows, parts, seen_keys
 
@@ -46,6 +47,7 @@ class Arguments:
     kv_scales: Tensor | None = None
     kr_scales: Tensor | None = None
     indices: Tensor | None = None
+    lens: list[int] | None = None
     _: KW_ONLY
     scale: float
     is_causal: bool = False
@@ -89,14 +91,26 @@ def body(a: Arguments) -> Tensor:
     is named once. The result is the same in whichever form it is computed: of absorbed queries over chosen keys, or
     over all keys under a mask. Beyond max_absorbed_tokens query tokens, keys and values are expanded for the latter.
 
+    With lens, the numbers of tokens of one or more sequences, these follow one another in one row, B = 1 and S = T,
+    and each attends to itself alone, in the expanded form::
+
+        out = cat(mla_attention(q_nope[:, i], q_rope[:, i], kv_cache[:, i], kr_cache[:, i]) for the tokens i of each)
+
+    They sum to S, and a sequence may be empty. Nothing but is_causal hides keys then: lens go with no mask, lengths,
+    sinks, pages, codes or indices.
+
     Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
     symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
     """
+    if a.lens is not None:
+        return one_by_one(a, expanded)
     return absorbed(a) if a.indices is not None or is_absorbed(a) else expanded(a)
 
 
 def kernel(a: Arguments, attend: Attend = latent_attention.kernel) -> Tensor:
     """The same in memory that does not grow with S * T."""
+    if a.lens is not None:
+        return one_by_one(a, lambda sequence: kernel(sequence, attend))
     if a.indices is not None:
         return by_rows(a, attend)
     if is_absorbed(a):
@@ -224,6 +238,7 @@ def check(a: Arguments) -> None:
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
     check_letters(a, sizes, sinks="N")
     check_indices(a, sizes)
+    check_lens(a, sizes)
     if statically_known_true(a.max_absorbed_tokens < 0):
         raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
 
@@ -279,6 +294,29 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
         rope = None if one.args[1] is None else queries[1][:, :steps]
         operands = queries[0][:, :steps], rope, *one.args[2:4], *queries[4:6], *one.args[4:]
         yield Sample(one.mode, operands, one.kwargs)
+    yield from packed_samples(dtype)
+
+
+def packed_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Sequences of different lengths, causal or not, without a rotary part, empty ones, one alone."""
+    causal = {"scale": 0.3, "is_causal": True}
+    yield Sample("lens, causal", *packed(dtype, 0, causal, 3, 1, 5))
+    yield Sample("lens, all keys", *packed(dtype, 1, {"scale": 0.3}, 2, 4))
+    args, options = packed(dtype, 2, causal, 4, 2)
+    yield Sample("lens, no rotary part", latent_attention.without_rope(args), options)
+    yield Sample("lens, empty sequences", *packed(dtype, 3, causal, 0, 3, 0, 2, 0))
+    yield Sample("lens, one sequence", *packed(dtype, 4, causal, 5))
+
+
+def packed(
+    dtype: torch.dtype, seed: int, options: dict[str, Any], *lens: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call for sequences of these lengths."""
+    *_, weight_uk, weight_uv, _ = sample(dtype, seed)
+    draw, tokens, (heads, nope, rank), width = Sampler(dtype, seed), sum(lens), weight_uk.shape, 4
+    queries = draw.normal(1, tokens, heads, nope), draw.normal(1, tokens, heads, width)
+    caches = draw.normal(1, tokens, rank), draw.normal(1, tokens, width)
+    return (*queries, *caches, weight_uk, weight_uv, None), options | {"lens": [*lens]}
 
 
 def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = None) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from . import latent_attention, latent_attention_with_lse, mla_attention
 from .attention import as_mask, logits
 from .latent_attention_with_lse import define_with_lse, fake_sums, weights_and_sums
 from .mla_attention import Arguments, in_latent_space, is_absorbed, joined
+from .packed_sequences import sequences
 from .pages import unpaged
 from .tiled_attention import mask_of_rows, row_tiles
 
@@ -26,19 +27,29 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
         lse = log(sum(exp(s)))
 
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, weight_uv, scale, the masks (mask, context_lens, is_causal, fill),
-    block_table, kv_scales, kr_scales, indices and max_absorbed_tokens are those of `mla_attention`, and mean the same;
-    sinks must be None. lse is that of `latent_attention.with_lse`: [B, S, N] in float32, or float64 for float64, and
-    minus infinity for a row whose scores all are. Such a row gives zeros.
+    block_table, kv_scales, kr_scales, indices, lens and max_absorbed_tokens are those of `mla_attention`, and mean the
+    same; sinks must be None. lse is that of `latent_attention.with_lse`: [B, S, N] in float32, or float64 for float64,
+    and minus infinity for a row whose scores all are. Such a row gives zeros.
 
     Returns out [B, S, N, Dv] and lse. Raises ValueError for arguments that do not fit. Inference only. Tracing this
     function with a symbolic S guards on the comparison with max_absorbed_tokens.
     """
+    if a.lens is not None:
+        return one_by_one(a, expanded)
     return absorbed(a) if a.indices is not None or is_absorbed(a) else expanded(a)
 
 
 def kernel(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same in memory that does not grow with S * T."""
+    if a.lens is not None:
+        return one_by_one(a, kernel)
     return absorbed(a) if a.indices is not None or is_absorbed(a) else tiled(a)
+
+
+def one_by_one(a: Arguments, attend: Callable[[Arguments], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Packed sequences by attention of one."""
+    out, lse = (torch.cat(part, 1) for part in zip(*map(attend, sequences(a)), strict=True))
+    return out, lse
 
 
 def absorbed(a: Arguments, attend: Attend = latent_attention_with_lse.body) -> tuple[Tensor, Tensor]:

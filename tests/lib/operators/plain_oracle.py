@@ -132,16 +132,19 @@ def oracle_mla(*args, **options):
 
 
 def oracle_sums(
-    q, q_rope, kv, kr, w_uk, w_uv, mask, lens=None, sinks=None, table=None, kv_scales=None, kr_scales=None,
-    indices=None, *, scale, is_causal=False, fill=None, max_absorbed_tokens=0
+    q, q_rope, kv, kr, w_uk, w_uv, mask, context_lens=None, sinks=None, table=None, kv_scales=None, kr_scales=None,
+    indices=None, lens=None, *, scale, is_causal=False, fill=None, max_absorbed_tokens=0
 ):  # fmt: skip
     batch, steps, heads, _ = q.shape
     kv, kr = oracle_numbers(kv, kv_scales), oracle_numbers(kr, kr_scales)
     kv, kr = oracle_context(kv, table), oracle_context(kr, table)
     if q_rope is None:
         q_rope, kr = q.new_zeros(batch, steps, heads, 1), kv.new_zeros(batch, kv.shape[1], 1)
+    if context_lens is not None:
+        mask = oracle_visible(context_lens.expand(batch), steps, kv.shape[1])
     if lens is not None:
-        mask = oracle_visible(lens.expand(batch), steps, kv.shape[1])
+        owner = torch.tensor([number for number, length in enumerate(lens) for _ in range(length)])
+        mask = owner == owner.unsqueeze(-1)
     out, sums = torch.empty(batch, steps, heads, w_uv.shape[1]).double(), torch.empty(batch, steps, heads).double()
     sizes = batch, heads, steps, kv.shape[1]
     mask = mask if indices is None else oracle_chosen(indices, mask, sizes)
@@ -156,15 +159,6 @@ def oracle_sums(
                 weights, sums[b, s, n] = oracle_softmax(scores, row, s if is_causal else None, fill, sink)
                 out[b, s, n] = weights @ values
     return out, sums
-
-
-def oracle_packed(q, q_rope, kv, kr, w_uk, w_uv, lens, **options):
-    outs, first = [], 0
-    for length in lens:
-        own = [None if rows is None else rows[None, first : first + length] for rows in (q, q_rope, kv, kr)]
-        outs += [oracle_mla(*own, w_uk, w_uv, None, **options)[0][0]] if length else []
-        first += length
-    return (torch.cat(outs),)
 
 
 def oracle_visible(lens, steps, context):
@@ -272,7 +266,6 @@ def oracle_merge(outs, lses):
 
 ORACLES = {
     "merge_attention": oracle_merge,
-    "packed_mla_attention": oracle_packed,
     "mla_prolog": oracle_prolog,
     "kv_rmsnorm_rope_cache": oracle_kv,
     "latent_attention": oracle_latent,

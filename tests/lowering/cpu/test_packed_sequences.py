@@ -6,11 +6,11 @@ import pytest
 import torch
 from lib.kernels import compiled_call, doubled, draw, error
 from mla_fx.lowering.cpu import heads_over_rows
-from mla_fx.lowering.cpu import packed_mla_attention as lowering
+from mla_fx.lowering.cpu import packed_sequences as lowering
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import packed_mla_attention
-from mla_fx.ops.emitted.packed_mla_attention import Arguments, body
+from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.mla_attention import Arguments, body
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 HEADS, NOPE, RANK, ROPE, VALUE = 5, 16, 24, 8, 12
@@ -20,10 +20,10 @@ ALL_LENS = [(20, 33, 27), (0, 5, 0, 300, 1, 0), (7, 290, 3), (0, 0), (9,)]
 def call(*lens, dtype=torch.bfloat16, has_rope=True, is_causal=True):
     up = draw(HEADS, NOPE + VALUE, RANK) * RANK**-0.5
     widths = (HEADS, NOPE), (HEADS, ROPE), (RANK,), (ROPE,)
-    rows = [draw(sum(lens), *width, seed=seed).to(dtype) for seed, width in enumerate(widths)]
+    rows = [draw(1, sum(lens), *width, seed=seed).to(dtype) for seed, width in enumerate(widths)]
     rows = [value if has_rope or width[-1] != ROPE else None for value, width in zip(rows, widths, strict=True)]
     weights = up[:, :NOPE].to(dtype), up[:, NOPE:].to(dtype)
-    return Arguments(*rows, *weights, [*lens], scale=0.2, is_causal=is_causal)
+    return Arguments(*rows, *weights, None, lens=[*lens], scale=0.2, is_causal=is_causal)
 
 
 def check(a):
@@ -57,8 +57,8 @@ def test_keys_of_one_long_sequence_are_taken_in_parts(fast, threads):
     torch.set_num_threads(threads)
     try:
         a = call(3, 700)
-        some = Arguments(*(value[:, :1] if value.dim() == 3 else value for value in (a.q_nope, a.q_rope)), a.kv_cache,
-                         a.kr_cache, a.weight_uk[:1], a.weight_uv[:1], a.lens, scale=0.2)  # fmt: skip
+        some = Arguments(*(value[:, :, :1] for value in (a.q_nope, a.q_rope)), a.kv_cache,
+                         a.kr_cache, a.weight_uk[:1], a.weight_uv[:1], None, lens=a.lens, scale=0.2)  # fmt: skip
         check(some)
     finally:
         torch.set_num_threads(before)
@@ -67,12 +67,12 @@ def test_keys_of_one_long_sequence_are_taken_in_parts(fast, threads):
 def test_operands_may_have_any_strides(fast):
     a = call(4, 6)
     strided = [value.mT.contiguous().mT for value in (a.q_nope, a.q_rope, a.kv_cache, a.kr_cache)]
-    check(Arguments(*strided, a.weight_uk.clone(), a.weight_uv, a.lens, scale=0.2, is_causal=True))
+    check(Arguments(*strided, a.weight_uk.clone(), a.weight_uv, None, lens=a.lens, scale=0.2, is_causal=True))
 
 
 def test_compiled_code_calls_it_where_pairs_are_multiplied(fast):
     a = call(10, 14)
-    found, code = compiled_call(packed_mla_attention.operator, a)
+    found, code = compiled_call(mla_attention.operator, a)
     assert "torch.ops.mla_fx.packed_mla_attention_over_rows.default" in code
     torch.testing.assert_close(found, lowering._run(a), rtol=0, atol=0)
 
@@ -82,6 +82,6 @@ def test_loops_attend_to_one_sequence_after_the_other():
     a = call(10, 14, dtype=torch.float32)
     with pytest.raises(NoMatch, match="loops are for other dtypes and machines"):
         lowering.lower(a)
-    found, code = compiled_call(packed_mla_attention.operator, a)
+    found, code = compiled_call(mla_attention.operator, a)
     assert "mla_fx.packed_mla" not in code
     torch.testing.assert_close(found, body(a), rtol=1e-4, atol=1e-5)

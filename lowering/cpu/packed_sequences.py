@@ -1,4 +1,4 @@
-"""Lowers packed_mla_attention to attention_over_rows: keys and values are expanded for many short sequences at once."""
+"""Packed sequences by attention_over_rows: keys and values are expanded for many short sequences at once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,13 +11,12 @@ from torch.nn.functional import linear
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import latent_attention, packed_mla_attention
+from mla_fx.ops.emitted import latent_attention, mla_attention
 from mla_fx.ops.emitted.kernel_operands import in_rows
-from mla_fx.ops.emitted.packed_mla_attention import Arguments, kernel, sequences
+from mla_fx.ops.emitted.mla_attention import Arguments, kernel
+from mla_fx.ops.emitted.packed_sequences import sequences
 
 from . import attention_over_rows, heads_over_rows
-
-OPERATOR = "packed_mla_attention"
 
 
 def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
@@ -29,15 +28,16 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 def _run(a: Arguments) -> Tensor:
     if not heads_over_rows.is_fast(a):  # the check of a rewrite computes in float64
         return kernel(a)
-    out, first = packed_mla_attention.fake(a), 0
+    assert a.lens is not None, "sequences are packed"
+    out, first = mla_attention.fake(a), 0
     heads, nope, _ = a.weight_uk.shape
     most = heads_over_rows.EXPANDED // (heads * (nope + a.weight_uv.shape[1]))
-    if out.shape[0] <= most:  # cutting takes as long as a small call
+    if out.shape[1] <= most:  # cutting takes as long as a small call
         _attend(a, out)
         return out
     for lens in _groups(a.lens, most):
         own, first = slice(first, first + sum(lens)), first + sum(lens)
-        _attend(_of_rows(a, own, lens), out[own])
+        _attend(_of_rows(a, own, lens), out[:, own])
     return out
 
 
@@ -53,20 +53,22 @@ def _groups(lens: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 def _of_rows(a: Arguments, own: slice, lens: list[int]) -> Arguments:
-    q_rope, kr_cache = (None if value is None else value[own] for value in (a.q_rope, a.kr_cache))
-    return replace(a, q_nope=a.q_nope[own], q_rope=q_rope, kv_cache=a.kv_cache[own], kr_cache=kr_cache, lens=lens)
+    q_rope, kr_cache = (None if value is None else value[:, own] for value in (a.q_rope, a.kr_cache))
+    q_nope, kv_cache = a.q_nope[:, own], a.kv_cache[:, own]
+    return replace(a, q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=lens)
 
 
 def _attend(a: Arguments, out: Tensor) -> None:
+    assert a.lens is not None, "sequences are packed"
     if len(a.lens) == 1:  # which may be long
-        out.copy_(heads_over_rows.attend(next(sequences(a))).squeeze(0))
+        out.copy_(heads_over_rows.attend(next(sequences(a))))
         return
     count, most, (heads, nope, _), width = len(a.lens), max(a.lens), a.weight_uk.shape, a.weight_uv.shape[1]
-    both = linear(a.kv_cache, heads_over_rows.one_weight(a.weight_uk, a.weight_uv).flatten(0, 1))
+    both = linear(a.kv_cache[0], heads_over_rows.one_weight(a.weight_uk, a.weight_uv).flatten(0, 1))
 
     # As many rows for each sequence as the longest has, from the first one on: the kernel adds where it starts.
     def of_each(value: Tensor | None) -> Any:
-        value = in_rows(value)
+        value = None if value is None else in_rows(value[0])
         return value if value is None else value.as_strided([count, most, *value.shape[1:]], [0, *value.stride()])
 
     def of_heads(columns: int, first: int) -> Tensor:
@@ -74,8 +76,8 @@ def _attend(a: Arguments, out: Tensor) -> None:
 
     operands = of_each(a.q_nope), of_each(a.q_rope), of_heads(nope, 0), of_each(a.kr_cache), None
     own = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal)
-    lse, starts = out.new_empty(out.shape[:2], dtype=torch.float32), torch.tensor([0, *accumulate(a.lens)])
-    attention_over_rows.run_into(own, out, lse, of_heads(width, nope), starts)
+    lse, starts = out.new_empty(out.shape[1:3], dtype=torch.float32), torch.tensor([0, *accumulate(a.lens)])
+    attention_over_rows.run_into(own, out[0], lse, of_heads(width, nope), starts)
 
 
-by_call = define_lean_on(Arguments, "packed_mla_attention_over_rows", _run, packed_mla_attention.fake, returns=("out",))
+by_call = define_lean_on(Arguments, "packed_mla_attention_over_rows", _run, mla_attention.fake, returns=("out",))

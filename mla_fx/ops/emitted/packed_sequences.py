@@ -1,0 +1,45 @@
+"""Packed sequences: their tokens follow one another, and each sequence attends to itself alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fx.ops.common.check import Sizes, known_to_differ
+from mla_fx.ops.common.sizes import statically_known_true
+
+EXCLUDED = ("mask", "context_lens", "sinks", "block_table", "kv_scales", "kr_scales", "indices", "fill")
+
+
+def one_by_one(a: Any, attend: Callable[[Any], Tensor]) -> Tensor:
+    """A call of mla_attention with lens by attention of one sequence."""
+    return torch.cat([attend(sequence) for sequence in sequences(a)], 1)
+
+
+def sequences(a: Any) -> Iterator[Any]:
+    """The call of each sequence."""
+
+    def own(rows: Tensor | None) -> Sequence[Any]:
+        return [None] * len(a.lens) if rows is None else torch.split(rows, a.lens, 1)
+
+    for q_nope, q_rope, *caches in zip(*map(own, (a.q_nope, a.q_rope, a.kv_cache, a.kr_cache)), strict=True):
+        kv_cache, kr_cache = caches
+        yield replace(a, q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=None)
+
+
+def check_lens(a: Any, sizes: Sizes) -> None:
+    """Check that lens are those of one row of tokens, and that nothing excludes them."""
+    if a.lens is None:
+        return
+    for name in EXCLUDED:
+        if getattr(a, name) is not None:
+            raise ValueError(f"{name} is given and lens are given; packed sequences have causality alone.")
+    for axis, wanted, why in (("B", 1, ""), ("T", sizes["S"], ", the S of q_nope")):
+        if known_to_differ(sizes[axis], wanted):
+            raise ValueError(f"{axis} is {sizes[axis]} and lens are given; it must be {wanted}{why}.")
+    if not a.lens or any(statically_known_true(length < 0) for length in a.lens):
+        raise ValueError(f"lens is {a.lens}; it must have one or more numbers, each 0 or more.")
+    if known_to_differ(sum(a.lens), sizes["S"]):
+        raise ValueError(f"lens is {a.lens}; its sum must be S = {sizes['S']}.")
