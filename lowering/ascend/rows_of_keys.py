@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_fx.ops.emitted.pages import context_of
 
-from .latent_attention import from_start
+from .operators.latent_attention import from_start
 
 PAGES = range(16, 1025, 16)
 ALL, RIGHT_DOWN = 0, 3  # the sparse modes in which a row sees all keys, or one less than the row after it

@@ -5,7 +5,8 @@ import importlib
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import first_prologs, mla_prolog_v3, toolchain
+from mla_fx.lowering.ascend import first_prologs, toolchain
+from mla_fx.lowering.ascend.operators import mla_prolog_v3
 from mla_fx.lowering.ascend.surface import RELEASES
 
 import mla_fx

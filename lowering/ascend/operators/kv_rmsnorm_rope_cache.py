@@ -18,10 +18,10 @@ from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLA
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.operator import body
 from mla_fx.target import Compiled
 
-from . import limits
-from .kv_rmsnorm_rope_cache_rules import INT8_PAGE_STEP, KEY_WIDTH, PAGE_STEP, RANK, ROPE, RULES, VALUE_WIDTH
-from .prolog_form import as_pages, multiple_of, page_shapes, page_size, slots
-from .surface import Surface
+from .. import limits
+from ..kv_rmsnorm_rope_cache_rules import INT8_PAGE_STEP, KEY_WIDTH, PAGE_STEP, RANK, ROPE, RULES, VALUE_WIDTH
+from ..prolog_form import as_pages, multiple_of, page_shapes, page_size, slots
+from ..surface import Surface
 
 OPERATOR = "kv_rmsnorm_rope_cache"
 KERNEL = "KvRmsNormRopeCache"

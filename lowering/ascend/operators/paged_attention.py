@@ -32,8 +32,8 @@ from .. import limits
 from ..fused_infer_attention_score import KERNEL
 from ..fused_infer_attention_score_rules import HEAD_PAGES
 from ..lengths import Lengths
-from ..paged_attention_batched import refuse_heads
 from ..surface import Surface
+from .paged_attention_batched import refuse_heads
 
 OPERATOR = "paged_attention"
 NO_GRAPH = f"torch.ops.atb._npu_paged_attention has no fake kernel, and {KERNEL}, which has one, takes"

@@ -15,9 +15,9 @@ from mla_fx.ops.emitted.lightning_index import Arguments
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
 
-from . import limits
-from .rows_of_keys import PAGES, key_lengths, keys_of
-from .surface import A2, A3, Surface
+from .. import limits
+from ..rows_of_keys import PAGES, key_lengths, keys_of
+from ..surface import A2, A3, Surface
 
 OPERATOR = "lightning_index"
 KERNEL = "LightningIndexer"

@@ -14,10 +14,10 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.sparse_latent_attention import Arguments, seen_places
 from mla_fx.target import Compiled
 
-from . import causal_masks, limits
-from .fused_infer_attention_score_rules import LATENT_HEADS, RANK, ROPE
-from .rows_of_keys import PAGES, key_lengths, keys_of
-from .surface import A2, A3, Surface
+from .. import causal_masks, limits
+from ..fused_infer_attention_score_rules import LATENT_HEADS, RANK, ROPE
+from ..rows_of_keys import PAGES, key_lengths, keys_of
+from ..surface import A2, A3, Surface
 
 OPERATOR = "sparse_latent_attention"
 KERNEL = "SparseFlashAttention"

@@ -10,9 +10,10 @@ from mla_fx.ops.emitted.mla_prolog import check
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
 from mla_fx.target import Compiled
 
-from . import first_prologs, limits, mla_prolog_v3, prolog_form
+from .. import first_prologs, limits, prolog_form
+from ..surface import Surface
+from . import mla_prolog_v3
 from .mla_prolog_v3 import KERNEL
-from .surface import Surface
 
 OPERATOR = "mla_prolog"
 CACHES = ("kv_cache", "kr_cache")

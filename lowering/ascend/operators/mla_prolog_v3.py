@@ -12,11 +12,11 @@ from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.ops.emitted.mla_prolog_v3.arguments import Arguments
 from mla_fx.target import Compiled
 
-from . import limits, prolog_form
-from .lengths import as_tensor
-from .mla_prolog_v3_rules import RULES, Rules
-from .surface import Surface
-from .weights import in_fractals
+from .. import limits, prolog_form
+from ..lengths import as_tensor
+from ..mla_prolog_v3_rules import RULES, Rules
+from ..surface import Surface
+from ..weights import in_fractals
 
 OPERATOR = "mla_prolog_v3"
 KERNEL = "MlaPrologV3"

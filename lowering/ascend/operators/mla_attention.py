@@ -15,14 +15,14 @@ from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_chosen_at_ru
 from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
 
-from . import fused_infer_attention_score as kernel
-from . import limits
-from .causal_masks import checked
-from .fused_infer_attention_score import KERNEL
-from .fused_infer_attention_score_rules import EXPANDED, EXPANDED_UNROTATED, ROPE
+from .. import fused_infer_attention_score as kernel
+from .. import limits
+from ..causal_masks import checked
+from ..fused_infer_attention_score import KERNEL
+from ..fused_infer_attention_score_rules import EXPANDED, EXPANDED_UNROTATED, ROPE
+from ..lengths import Lengths
+from ..surface import Surface
 from .latent_attention import logarithms
-from .lengths import Lengths
-from .surface import Surface
 
 OPERATOR = "mla_attention"
 
