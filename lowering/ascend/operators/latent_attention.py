@@ -16,10 +16,9 @@ from mla_fx.target import Compiled
 from .. import fused_infer_attention_score as kernel
 from .. import limits
 from ..causal_masks import checked
-from ..fused_infer_attention_score import KERNEL
-from ..fused_infer_attention_score_rules import EXPANDED, LATENT_TOKENS, RANK, RULES
+from ..fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK, RULES
+from ..limits import Surface
 from ..prolog_form import PAGE_SIZES, page_size
-from ..surface import Surface
 
 OPERATOR = "latent_attention"
 PAGE = 128  # tokens of a page, if the cache does not determine it

@@ -15,7 +15,7 @@ from mla_fx.ops.emitted.merge_attention import Arguments
 from mla_fx.target import Compiled
 
 from .. import limits
-from ..surface import A2, A3, Surface
+from ..limits import A2, A3, Surface
 
 OPERATOR = "merge_attention"
 KERNEL = "AttentionUpdate"

@@ -18,10 +18,8 @@ from mla_fx.target import Compiled
 from .. import fused_infer_attention_score as kernel
 from .. import limits
 from ..causal_masks import checked
-from ..fused_infer_attention_score import KERNEL
-from ..fused_infer_attention_score_rules import EXPANDED, EXPANDED_UNROTATED, ROPE
-from ..lengths import Lengths
-from ..surface import Surface
+from ..fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL, ROPE, Lengths
+from ..limits import Surface
 from .latent_attention import logarithms
 
 OPERATOR = "mla_attention"

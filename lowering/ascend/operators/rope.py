@@ -10,7 +10,7 @@ from mla_fx.ops.emitted.rope import Arguments
 from mla_fx.target import Compiled
 
 from .. import limits
-from ..surface import A2, A3, Surface
+from ..limits import A2, A3, Surface
 
 OPERATOR = "rope"
 KERNELS = {"interleave_half": "InterleaveRope", "half_half": "RotaryMul"}

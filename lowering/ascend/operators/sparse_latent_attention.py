@@ -15,9 +15,9 @@ from mla_fx.ops.emitted.sparse_latent_attention import Arguments, seen_places
 from mla_fx.target import Compiled
 
 from .. import causal_masks, limits
-from ..fused_infer_attention_score_rules import LATENT_HEADS, RANK, ROPE
-from ..rows_of_keys import PAGES, key_lengths, keys_of
-from ..surface import A2, A3, Surface
+from ..fused_infer_attention_score import LATENT_HEADS, RANK, ROPE
+from ..limits import A2, A3, Surface
+from .lightning_index import PAGES, key_lengths, keys_of
 
 OPERATOR = "sparse_latent_attention"
 KERNEL = "SparseFlashAttention"
