@@ -15,7 +15,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.attention import as_mask
 
 from . import limits
-from .surface import Surface
+from .limits import Surface
 
 HIDDEN = -1e4  # a score of at most this is hidden: its exponential is zero
 

@@ -1,11 +1,13 @@
-"""Limits of the vendor's kernels. Each function raises NoMatch if its limit is not known to hold.
+"""The chip, kind of graph and interfaces that a lowering may use, and limits of the vendor's kernels.
 
-A symbolic size that meets its limit in the current call gets a guard for it. Another size recompiles."""
+Each function for a limit raises NoMatch if that is not known to hold. A symbolic size that meets its limit in the
+current call gets a guard for it. Another size recompiles."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -13,10 +15,35 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .surface import Release, Surface
+# Prefixes of CANN's chip names, as returned by `torch.npu.get_device_name()`.
+A2, A3, A5 = "Ascend910B", "Ascend910_93", "Ascend950"
+
+Prolog = Literal["v1", "v2", "v3"]
+Release = Literal["8.5.0.alpha001", "8.5.0", "9.0.0", "9.1.0"]
+RELEASES: tuple[Release, ...] = get_args(Release)  # of CANN, those whose limits are known, the oldest first
 
 Rules = TypeVar("Rules")
 HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Surface:
+    """One chip, and the kind of graph that is compiled for it."""
+
+    chip: str
+    mode: Literal["ge", "aclgraph"]
+    hoists: bool
+    """Whether values that depend only on weights are computed once. A new layout of a weight then costs nothing."""
+    cann: Release
+    """The release whose limits a call is checked against."""
+    reads_ahead: bool = False
+    """Whether the host reads lengths that the graph computes before it runs. Kernels then get them as numbers."""
+    sinks_tiling: bool = False
+    """Whether the device chooses how kernels tile (torchair's `tiling_schedule_optimize`)."""
+    trusts_masks: bool = False
+    """Whether the user asserts that every mask is causal."""
+    prolog: Prolog = "v3"
+    """The interface of the vendor's prolog."""
 
 
 def of_release(surface: Surface, kernel: str) -> str:

@@ -1,4 +1,4 @@
-"""Brings a prolog call into the form that kernels take: pages, adjacent pairs, tables for each token.
+"""Brings a prolog call into the form that kernels take: pages, adjacent pairs, tables for each token, weights laid out.
 
 Calls of mla_prolog and of mla_prolog_v3 have these arguments in common. Contiguous caches become pages: T positions are
 T/BlockSize of them."""
@@ -6,7 +6,7 @@ T/BlockSize of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,12 +17,30 @@ from mla_fx.ops.emitted.mla_prolog import arguments as emitted
 from mla_fx.ops.emitted.mla_prolog_v3 import arguments as v3
 
 from . import limits
-from .mla_prolog_v3_rules import RANK, ROPE, CommonRules
-from .surface import Surface
-from .weights import halves_interleaved
+from .limits import Surface
 
 PAGE_SIZES = (128, 16)  # attention takes these too; the better one first
+FRACTAL_NZ = 29
 A = TypeVar("A", emitted.Arguments, v3.Arguments)
+
+# In all releases: HCKV_SIZE and DR_SIZE, and supportedNSize of CheckDims in mla_prolog_tiling_check.cpp.
+HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+RANK, ROPE = (512,), (64,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonRules:
+    """What a prolog takes of any interface."""
+
+    hidden: tuple[int, ...]
+    query_ranks: tuple[int, ...]
+    nope: tuple[int, ...]
+    heads: tuple[int, ...] = HEADS
+    pages: tuple[int, ...] | range
+    cache_modes: tuple[str, ...]
+
+
+# --- what kernels cannot do ------------------------------------------------------------------------------------------
 
 
 def refuse_sizes(a: emitted.Arguments | v3.Arguments, allowed: CommonRules, kernel: str, of_release: str) -> None:
@@ -73,6 +91,9 @@ def multiple_of(size: int, positions: int | torch.SymInt) -> str:
 def page_size(positions: int | torch.SymInt, sizes: Sequence[int] = PAGE_SIZES) -> int | None:
     """The page size that divides this number of positions, if there is one."""
     return next((size for size in sizes if limits.holds(positions % size == 0)), None)
+
+
+# --- the form --------------------------------------------------------------------------------------------------------
 
 
 def formed(a: A) -> A:
@@ -143,3 +164,27 @@ def slots(index: Tensor | None, cache: Tensor) -> Tensor:
 def for_each_token(a: emitted.Arguments | v3.Arguments, table: Tensor | None) -> Tensor:
     assert table is not None, "a call without rotation was refused"
     return table.expand(*a.token_x.shape[:-1], -1)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def in_fractals(surface: Surface, weight: Tensor) -> Tensor:
+    """A weight in FRACTAL_NZ if the cast is hoisted and costs nothing. Otherwise the user must have cast it.
+
+    `torch.ops.npu.npu_format_cast` is the same operator, but without a fake kernel, so it cannot be traced.
+    """
+    weight = weight.contiguous()
+    if not surface.hoists:
+        return weight
+    cast: Tensor = torch.ops.npu._npu_format_cast(weight, FRACTAL_NZ)
+    return cast
+
+
+def halves_interleaved(weight: Tensor, width: int) -> Tensor:
+    """Reorder the last `width` columns of each row: column i of one half becomes adjacent to column i of the other.
+
+    A kernel that rotates adjacent columns then rotates the original halves."""
+    kept, rotated = weight[..., :-width], weight[..., -width:]
+    pairs = rotated.reshape(*weight.shape[:-1], 2, width // 2).transpose(-1, -2).flatten(-2)
+    return torch.cat((kept, pairs), -1)

@@ -16,9 +16,9 @@ from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.target import Compiled
 
 from . import causal_masks, limits
-from .fused_infer_attention_score_rules import LATENT_HEADS, RANK, ROPE
-from .rows_of_keys import PAGES, key_lengths, keys_of
-from .surface import A2, A3, Surface
+from .fused_infer_attention_score import LATENT_HEADS, RANK, ROPE
+from .limits import A2, A3, Surface
+from .operators.lightning_index import PAGES, key_lengths, keys_of
 
 KERNEL = "SparseFlashAttention"
 

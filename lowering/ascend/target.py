@@ -11,10 +11,10 @@ from mla_fx.errors import OptionError
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.target import Compiled, Compiler, Lowering, Target
 
-from . import lengths, toolchain
-from .fused_infer_attention_score_rules import LATENT_TOKENS
+from . import toolchain
+from .fused_infer_attention_score import LATENT_TOKENS, READ
+from .limits import RELEASES
 from .stub import environment
-from .surface import RELEASES
 
 
 class AscendTarget(Target):
@@ -27,7 +27,7 @@ class AscendTarget(Target):
     refuses_positions = False  # the vendor's kernels skip negative positions and do not check the end
     prepares = True
     laid_out_by = toolchain.FORMAT_CASTS
-    read_ahead_by = lengths.READ
+    read_ahead_by = READ
     max_absorbed_tokens = LATENT_TOKENS
     releases = RELEASES
 

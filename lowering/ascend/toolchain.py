@@ -28,8 +28,8 @@ from mla_fx.ops.common.define import on_arguments
 from mla_fx.target import Compiled, Compiler, Lowering, modules_of_operators
 
 from . import converters, numbers_of_sizes
+from .limits import RELEASES, Prolog, Release, Surface
 from .stub import engine, environment
-from .surface import RELEASES, Prolog, Release, Surface
 
 HERE = __name__.rpartition(".")[0]
 OPTIONS = frozenset({"cann", "causal_masks", "compiler_config", "mode", "prolog", "soc"})

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from mla_fx.lowering.ascend import toolchain
-from mla_fx.lowering.ascend.surface import Surface
+from mla_fx.lowering.ascend.limits import Surface
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

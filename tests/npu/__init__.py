@@ -4,6 +4,6 @@
 (`lowering/ascend/stub/`); `tests/test_npu.py` does that for the whole suite. Each file has a process of its own, a fork
 of one that has imported torch_npu (`forks.py`). There a test has the fixture `converted` (`converted.py`): functions
 compiled with the real torchair, whose GE graphs run on the CPU (`ge_interpreter.py`, `ge_ops/`) and can be read as text
-(`ge_text.py`). The fixture `captured` (`captured.py`) has the graphs of torchair's other mode, ACL graph, which run on
+(`golden.py`). The fixture `captured` (`captured.py`) has the graphs of torchair's other mode, ACL graph, which run on
 the CPU too (`cpu_kernels.py`). `formats.py` simulates FRACTAL_NZ.
 """

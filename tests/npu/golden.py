@@ -11,7 +11,7 @@ import collections
 import re
 from typing import Any
 
-from mla_fx.lowering.ascend import ge_text as printed
+from mla_fx.lowering import ge as printed
 
 
 def ge_text(graph: Any) -> str:

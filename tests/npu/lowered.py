@@ -8,7 +8,7 @@ from typing import Any
 import torch_npu
 from lib.ascend_calls import module_of
 from mla_fx.lowering.ascend import toolchain
-from mla_fx.lowering.ascend.surface import Surface
+from mla_fx.lowering.ascend.limits import Surface
 from torch import Tensor
 from torch.func import functionalize
 

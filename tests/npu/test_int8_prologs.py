@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lib import plants
-from mla_fx.lowering.ascend import mla_prolog_v3
+from mla_fx.lowering.ascend.operators import mla_prolog_v3
 from mla_fx.patterns import mla_attention
 
 import mla_fx

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from lib.key_value_caches import ByBlocks, Interleaved, Keys, Sizes, ValuesFirst, arguments
-from mla_fx.lowering.ascend.surface import RELEASES
+from mla_fx.lowering.ascend.limits import RELEASES
 
 import mla_fx
 from npu import ge_releases, models

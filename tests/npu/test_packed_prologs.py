@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lib import packed_prologs as plain
-from mla_fx.lowering.ascend import mla_prolog_v3
+from mla_fx.lowering.ascend.operators import mla_prolog_v3
 
 import mla_fx
 from npu import ge_graph

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import latent_attention, numbers_of_sizes
+from mla_fx.lowering.ascend import numbers_of_sizes
+from mla_fx.lowering.ascend.operators import latent_attention
 
 from mla_fx.ops.common.sample import Sampler
 from npu import user_calls

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import kv_rmsnorm_rope_cache as lowering
+from mla_fx.lowering.ascend.operators import kv_rmsnorm_rope_cache as lowering
 
 from mla_fx.ops.common import cache
 from mla_fx.ops.common.sample import Sampler

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import mla_prolog_v3, prolog_form
+from mla_fx.lowering.ascend import prolog_form
+from mla_fx.lowering.ascend.operators import mla_prolog_v3
 
 import mla_fx
 from npu import models

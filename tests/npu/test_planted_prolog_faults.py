@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import mla_prolog_v3
+from mla_fx.lowering.ascend.operators import mla_prolog_v3
 from torch import Tensor
 
 import mla_fx

@@ -5,8 +5,9 @@ import importlib
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import first_prologs, mla_prolog_v3, toolchain
-from mla_fx.lowering.ascend.surface import RELEASES
+from mla_fx.lowering.ascend import toolchain
+from mla_fx.lowering.ascend.limits import RELEASES
+from mla_fx.lowering.ascend.operators import mla_prolog, mla_prolog_v3
 
 import mla_fx
 from npu import ge_releases, models
@@ -142,7 +143,7 @@ def test_planted_fault_limits_of_another_release(converted, monkeypatch, sizes, 
 
 
 def test_planted_fault_no_limit_of_tokens(converted, monkeypatch):
-    monkeypatch.setattr(first_prologs, "TOKENS", 17)
+    monkeypatch.setattr(mla_prolog, "TOKENS", 17)
     with pytest.raises(ValueError, match=r"MlaProlog: S is 17; CANN 8\.5\.0 takes"):
         check_call(converted, 17, prolog="v1")
 

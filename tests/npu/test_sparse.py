@@ -6,9 +6,9 @@ import pytest
 import torch
 from lib.ascend_calls import module_of
 from lib.operators.harness import double
-from mla_fx.lowering.ascend import lightning_index as index_lowering
 from mla_fx.lowering.ascend import sparse_flash_attention as attention_lowering
 from mla_fx.lowering.ascend import toolchain
+from mla_fx.lowering.ascend.operators import lightning_index as index_lowering
 
 import mla_fx
 from mla_fx.errors import NoMatch

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lib.coded_pages import OneScale, RoundedFirst
-from mla_fx.lowering.ascend import kv_rmsnorm_rope_cache as lowering
+from mla_fx.lowering.ascend.operators import kv_rmsnorm_rope_cache as lowering
 from torch.utils._pytree import tree_map_only
 
 import mla_fx

@@ -28,7 +28,7 @@ from lib.zoo.caches import CACHES
 from lib.zoo.entries import Entry
 from lib.zoo.mla import Spelling
 from lib.zoo.sizes import DECODE, FEW, Step
-from mla_fx.lowering.ascend.surface import RELEASES
+from mla_fx.lowering.ascend.limits import RELEASES
 
 import mla_fx
 from mla_fx.ops import catalogue

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from mla_fx.lowering.ascend.lengths import READ, on_host
-from mla_fx.lowering.ascend.surface import Surface
+from mla_fx.lowering.ascend.fused_infer_attention_score import READ, on_host
+from mla_fx.lowering.ascend.limits import Surface
 
 from mla_fx.graph.torch_private import make_fx
 from mla_fx.passes import read_ahead as ahead

@@ -239,7 +239,7 @@ def test_one_sequence_is_not_packed():
 
 def test_targets_may_refuse(monkeypatch):
     from mla_fx.lowering import reference
-    from mla_fx.lowering.ascend import mla_attention
+    from mla_fx.lowering.ascend.operators import mla_attention
 
     def refuse(*args, **options):
         raise NoMatch(mla_attention.PACKED)

@@ -1,5 +1,5 @@
 /* The CANN functions that must answer something while torch_npu is imported and torchair converts a graph: there is one
- * device, of the 910B kind, and its memory is the host's. Whatever is not here returns 0, see libraries.py. */
+ * device, of the 910B kind, and its memory is the host's. Whatever is not here returns 0, see environment.py. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>

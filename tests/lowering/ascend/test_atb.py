@@ -4,8 +4,8 @@ The operator itself replaces ATB's, under ATB's name and with ATB's arguments.""
 
 import pytest
 import torch
-from mla_fx.lowering.ascend.called import multi_latent_attention
-from mla_fx.lowering.ascend.surface import Surface
+from mla_fx.lowering.ascend.limits import Surface
+from mla_fx.lowering.ascend.operators import multi_latent_attention
 
 from mla_fx.ops import catalogue
 

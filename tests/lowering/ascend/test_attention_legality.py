@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lib.ascend_calls import DR, HCKV, B, D, N, T, index, lower, make, named
-from mla_fx.lowering.ascend.surface import Surface
+from mla_fx.lowering.ascend.limits import Surface
 
 pytestmark = pytest.mark.usefixtures("mode")
 

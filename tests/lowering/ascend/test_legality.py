@@ -19,7 +19,7 @@ from lib.ascend_calls import (
     named,
     prolog_weights,
 )
-from mla_fx.lowering.ascend.surface import Surface
+from mla_fx.lowering.ascend.limits import Surface
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from mla_fx.graph.torch_private import unset_fake_temporarily

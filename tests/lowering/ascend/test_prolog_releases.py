@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from lib.ascend_calls import DR, HE, B, S, caches, calls, index, lower, make, of, prolog_weights
-from mla_fx.lowering.ascend.surface import RELEASES
+from mla_fx.lowering.ascend.limits import RELEASES
 from npu.ge_ops import prolog_rules
 
 pytestmark = pytest.mark.usefixtures("mode")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from lib.ascend_calls import A2, DR, HCKV, B, N, S, caches, calls, index, lower, make, of
-from mla_fx.lowering.ascend import fused_infer_attention_score, latent_attention, toolchain
-from mla_fx.lowering.ascend.called import multi_latent_attention
-from mla_fx.lowering.ascend.fused_infer_attention_score_rules import RULES
-from mla_fx.lowering.ascend.surface import RELEASES
+from mla_fx.lowering.ascend import fused_infer_attention_score, toolchain
+from mla_fx.lowering.ascend.fused_infer_attention_score import RULES
+from mla_fx.lowering.ascend.limits import RELEASES
+from mla_fx.lowering.ascend.operators import latent_attention, multi_latent_attention
 from npu import ge_releases, refused
 from npu.ge_ops import attention_rules, key_side_rules
 

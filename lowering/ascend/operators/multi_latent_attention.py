@@ -27,7 +27,7 @@ from mla_fx.target import Compiled
 
 from .. import limits
 from ..fused_infer_attention_score import KERNEL, refuse_latent, refuse_packed
-from ..surface import A2, A3, Surface
+from ..limits import A2, A3, Surface
 from .paged_attention import attend_to_pages
 
 OPERATOR = "multi_latent_attention"

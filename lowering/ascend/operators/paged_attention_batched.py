@@ -18,14 +18,14 @@ from mla_fx.ops.emitted.paged_attention import Arguments
 from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
 
-from . import fused_infer_attention_score as kernel
-from . import fused_infer_attention_score_rules as rules
-from . import limits
-from .causal_masks import checked
-from .fused_infer_attention_score import KERNEL
+from .. import fused_infer_attention_score as kernel
+from .. import fused_infer_attention_score as rules
+from .. import limits
+from ..causal_masks import checked
+from ..fused_infer_attention_score import KERNEL
+from ..limits import Surface
+from ..prolog_form import PAGE_SIZES, page_size
 from .latent_attention import in_parts
-from .prolog_form import PAGE_SIZES, page_size
-from .surface import Surface
 
 OPERATOR = "paged_attention.batched"
 CHANNELS = ("key_scale", "value_scale", "key_offset", "value_offset")

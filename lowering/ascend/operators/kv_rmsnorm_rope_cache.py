@@ -1,11 +1,16 @@
 """Lowers kv_rmsnorm_rope_cache to torch_npu.npu_kv_rmsnorm_rope_cache_v2_functional (KvRmsNormRopeCache in graphs).
 
-That function is for graphs only. Run eagerly, it returns caches to which nothing is written."""
+That function is for graphs only. Run eagerly, it returns caches to which nothing is written.
+
+The source is the public host code of gitcode.com/cann/ops-transformer, in posembedding/kv_rms_norm_rope_cache/op_host,
+at the tag of the release. `base`, `ds` and `950` are kv_rms_norm_rope_cache_base_tiling.cpp, its neighbours
+.._ds_tiling.cpp and .._regbase_full_load_tiling.cpp, `def` is kv_rms_norm_rope_cache_def.cpp. This code begins with
+v8.5.0, so 8.5.0.alpha001 has its rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,16 +23,43 @@ from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.check import CONTIGUOUS_MODES, PLA
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache.operator import body
 from mla_fx.target import Compiled
 
-from . import limits
-from .kv_rmsnorm_rope_cache_rules import INT8_PAGE_STEP, KEY_WIDTH, PAGE_STEP, RANK, ROPE, RULES, VALUE_WIDTH
-from .prolog_form import as_pages, multiple_of, page_shapes, page_size, slots
-from .surface import Surface
+from .. import limits
+from ..limits import A2, A3, A5, Release, Surface
+from ..prolog_form import as_pages, multiple_of, page_shapes, page_size, slots
 
 OPERATOR = "kv_rmsnorm_rope_cache"
 KERNEL = "KvRmsNormRopeCache"
 
 CACHES = ("k_cache", "ckv_cache")
+
+# --- what the kernel takes, by release of CANN and by chip --------------------------------------------------------
+
+# In all releases; lines are those of v9.0.0.
+RANK = (512,)  # ds 21 and 199, RMS_NORM_LENGTHS
+ROPE = (64,)  # ds 23 and 199, ROPE_LENGTH
+KEY_WIDTH = (192,)  # with v: ds 21, RMS_NORM_LENGTHS
+VALUE_WIDTH = (128,)  # with v: ds 25, V_LENGTH
+PAGE_STEP, INT8_PAGE_STEP = 16, 32  # base 216, CheckKCacheValidPA: 32 bytes
 INT8_PAGE_SIZES = (128, INT8_PAGE_STEP)  # the better size first
+
+
+@dataclass(frozen=True)
+class Rules:
+    heads_with_v: tuple[int, ...]
+    """N of a call with v; without any, v is no input."""
+
+
+# def has no input v, base 278 refuses any N but 1.
+LATENTS = Rules(heads_with_v=())
+# base 351. On 950, def has the input, but `950` 217 refuses any N but 1.
+WITH_V = Rules(heads_with_v=(1, 2, 4, 8))
+
+RULES: Mapping[Release, Mapping[str, Rules]] = {
+    "8.5.0.alpha001": {A2: LATENTS, A3: LATENTS, A5: LATENTS},
+    "8.5.0": {A2: LATENTS, A3: LATENTS, A5: LATENTS},
+    "9.0.0": {A2: WITH_V, A3: WITH_V, A5: LATENTS},
+    "9.1.0": {A2: WITH_V, A3: WITH_V, A5: LATENTS},
+}
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:

@@ -29,11 +29,9 @@ from mla_fx.target import Compiled
 
 from .. import fused_infer_attention_score as kernel
 from .. import limits
-from ..fused_infer_attention_score import KERNEL
-from ..fused_infer_attention_score_rules import HEAD_PAGES
-from ..lengths import Lengths
-from ..paged_attention_batched import refuse_heads
-from ..surface import Surface
+from ..fused_infer_attention_score import HEAD_PAGES, KERNEL, Lengths
+from ..limits import Surface
+from .paged_attention_batched import refuse_heads
 
 OPERATOR = "paged_attention"
 NO_GRAPH = f"torch.ops.atb._npu_paged_attention has no fake kernel, and {KERNEL}, which has one, takes"

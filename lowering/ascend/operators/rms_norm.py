@@ -8,8 +8,8 @@ from torch import Tensor
 from mla_fx.ops.emitted.rms_norm import Arguments
 from mla_fx.target import Compiled
 
-from . import limits
-from .surface import A2, A3, A5, Surface
+from .. import limits
+from ..limits import A2, A3, A5, Surface
 
 OPERATOR = "rms_norm"
 KERNEL = "RmsNorm"

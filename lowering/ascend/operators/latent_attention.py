@@ -13,14 +13,13 @@ from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import READS_PAGES, context_of
 from mla_fx.target import Compiled
 
-from . import fused_infer_attention_score as kernel
-from . import limits, sparse_flash_attention
-from .causal_masks import checked
-from .fused_infer_attention_score import KERNEL
-from .fused_infer_attention_score_rules import EXPANDED, LATENT_TOKENS, RANK, RULES
-from .prolog_form import PAGE_SIZES, page_size
-from .rows_of_keys import from_start
-from .surface import Surface
+from .. import fused_infer_attention_score as kernel
+from .. import limits, sparse_flash_attention
+from ..causal_masks import checked
+from ..fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK, RULES
+from ..limits import Surface
+from ..prolog_form import PAGE_SIZES, page_size
+from .lightning_index import from_start
 
 OPERATOR = "latent_attention"
 PAGE = 128  # tokens of a page, if the cache does not determine it

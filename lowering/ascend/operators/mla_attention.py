@@ -15,14 +15,12 @@ from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_chosen_at_ru
 from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
 
-from . import fused_infer_attention_score as kernel
-from . import limits
-from .causal_masks import checked
-from .fused_infer_attention_score import KERNEL
-from .fused_infer_attention_score_rules import EXPANDED, EXPANDED_UNROTATED, ROPE
+from .. import fused_infer_attention_score as kernel
+from .. import limits
+from ..causal_masks import checked
+from ..fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL, ROPE, Lengths
+from ..limits import Surface
 from .latent_attention import logarithms
-from .lengths import Lengths
-from .surface import Surface
 
 OPERATOR = "mla_attention"
 PACKED = "packed sequences are attended to one by one"

@@ -1,9 +1,14 @@
 """Lowers lightning_index to torch_npu.npu_lightning_indexer (LightningIndexer in graphs).
 
 The source is op-plugin's document of that operator (August 2026), and lightning_indexer_tiling.cpp of
-ops-transformer."""
+ops-transformer.
+
+SparseFlashAttention takes keys and lengths alike: rows [B, T, 1, D] or pages of them, and lengths as tensors on the
+device, so that a captured graph reads them at each replay."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +20,8 @@ from mla_fx.ops.emitted.lightning_index import Arguments
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
 
-from . import limits
-from .rows_of_keys import PAGES, key_lengths, keys_of
-from .surface import A2, A3, Surface
+from .. import limits
+from ..limits import A2, A3, Surface
 
 OPERATOR = "lightning_index"
 KERNEL = "LightningIndexer"
@@ -26,6 +30,10 @@ CHIPS = (A2, A3)
 WIDTH = 128
 MOST_HEADS = 64
 COUNTS = (*range(1, 2049), *range(3072, 8193, 1024))
+
+# Also of SparseFlashAttention.
+PAGES = range(16, 1025, 16)
+ALL, RIGHT_DOWN = 0, 3  # the sparse modes in which a row sees all keys, or one less than the row after it
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
@@ -82,3 +90,30 @@ def plain(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
     last = context_of(a.key, a.block_table) - 1
     named = indices if lengths is None else torch.where(indices < 0, last, indices)
     return named, lightning_index.body(a)[1]
+
+
+# --- keys and lengths, also for SparseFlashAttention -----------------------------------------------------------------
+
+
+def key_lengths(a: Any, cache: Tensor) -> tuple[Tensor | None, int]:
+    """The number of keys that the last row of each sequence sees, int32 [B], and the sparse mode. None means all."""
+    batch, context = a.query.shape[0], context_of(cache, a.block_table)
+    if a.context_lens is not None:
+        return a.context_lens.clamp(0, context).expand(batch).to(torch.int32), RIGHT_DOWN
+    if a.block_table is None:
+        return None, ALL
+    return torch.full((batch,), context, dtype=torch.int32, device=cache.device), ALL
+
+
+def keys_of(cache: Tensor, block_table: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rows or pages with an axis for the only head, and the table with every block counted from the start."""
+    keys = cache.contiguous().unsqueeze(2)
+    if block_table is None:
+        return keys, None
+    return keys, from_start(block_table, cache.shape[0]).to(torch.int32)
+
+
+def from_start(block_table: Tensor | None, blocks: int) -> Tensor:
+    """The table with every block counted from the start."""
+    assert block_table is not None, "there is one"
+    return torch.where(block_table < 0, block_table + blocks, block_table)

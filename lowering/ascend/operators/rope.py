@@ -9,8 +9,8 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.rope import Arguments
 from mla_fx.target import Compiled
 
-from . import limits
-from .surface import A2, A3, Surface
+from .. import limits
+from ..limits import A2, A3, Surface
 
 OPERATOR = "rope"
 KERNELS = {"interleave_half": "InterleaveRope", "half_half": "RotaryMul"}

@@ -14,8 +14,8 @@ from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.ops.emitted.merge_attention import Arguments
 from mla_fx.target import Compiled
 
-from . import limits
-from .surface import A2, A3, Surface
+from .. import limits
+from ..limits import A2, A3, Surface
 
 OPERATOR = "merge_attention"
 KERNEL = "AttentionUpdate"

@@ -1,1 +1,0 @@
-"""Lowers the operators that only users call."""
