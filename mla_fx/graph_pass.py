@@ -9,8 +9,8 @@ from torch.fx import Graph, GraphModule
 
 from .debug.report import Report
 from .driver import cache_key
-from .driver.cached_reports import LOST, CachedReports
 from .driver.compilation import Compilation, checked, through_dynamo
+from .driver.report_cache import LOST, CachedReports
 from .errors import FusionError, NoMatch, OptionError
 from .graph.torch_compilers import GraphPass, is_packaging
 from .graph.torch_private import OpOverload

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mla_fx.backend import limited
+from mla_fx.commands import CommandError
 from mla_fx.comparing.closeness import Closeness
 from mla_fx.debug.optional import require
 from mla_fx.errors import MlaWarning, OptionError
@@ -22,7 +23,6 @@ from mla_fx.passes.fuel import VARIABLE, Fuel, Rewrite
 
 from .answers import Answers, Judge
 from .demo import progress
-from .errors import CommandError
 from .models import Call, script_call
 
 Tell = Callable[[str], None]

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import mla_fx
+from mla_fx.commands import CommandError
 from mla_fx.debug.optional import require
-
-from .errors import CommandError
 
 PROGRAM = "coverage_table"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mla_fx.commands import CommandError
 from mla_fx.debug.optional import require
 
+from .configs import mla_families, tiny_config
 from .costs import Step
-from .errors import CommandError
-from .tiny_models import mla_families, tiny_config
 
 PROMPT = 4
 TINY_STEP = Step(context=16)

@@ -6,9 +6,8 @@ import html
 import json
 from pathlib import Path
 
-from mla_fx.debug.page import page
-
-from .errors import CommandError
+from mla_fx.commands import CommandError
+from mla_fx.debug.dump import page
 
 
 def run_report(folder: Path) -> Path:

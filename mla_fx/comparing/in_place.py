@@ -17,15 +17,14 @@ from torch.fx import Node
 from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.provenance import label_of
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
+from mla_fx.graph.walk import FEW, few_behind
 from mla_fx.rewriting.draft import Change, Draft, value_of
 
-from .behind import FEW, few_behind
 from .closeness import apart
 from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, on_real_tensors
 from .region import Region, UncheckedError
-from .symbols import Numbers
-from .whole_numbers import Value
+from .small_sizes import Numbers, Value
 
 Seen = Mapping[tuple[str, str], Tensor]
 

@@ -18,8 +18,7 @@ from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
 from .exact import FILLS
 from .region import CASTS, PURE, UncheckedError
-from .symbols import Numbers
-from .whole_numbers import Value, never_sizes
+from .small_sizes import Numbers, Value, never_sizes
 
 aten = torch.ops.aten
 

@@ -1,26 +1,26 @@
-"""Compares what a plan computes with what it replaces."""
+"""Compares what a plan computes with what it replaces, and says which plans are alike, as in equal layers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.torch_private import tree_leaves
-from mla_fx.rewriting.draft import Change, Draft, value_of
+from mla_fx.graph.torch_private import has_symbolic_sizes, tree_leaves
+from mla_fx.rewriting.draft import Change, Draft, fake_of, is_value, value_of
 
 from .closeness import apart
-from .inputs import TRIES, Inputs
+from .inputs import TRIES, Inputs, constant_of
 from .interpreter import Interpreter, on_real_tensors
 from .ranges import Edge, became_infinite, edges
 from .region import Region, UncheckedError
-from .symbols import Numbers
+from .small_sizes import Numbers
 
 CLOSE = 1e-10  # relative to the largest number of a result
 AT_EDGES = 1e-3  # the same of large numbers, whose softmax knows few digits
@@ -227,3 +227,27 @@ def _coarsest(plan: Change) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1}
     dtypes |= {value for call in plan.fused for value in call.kwargs.values() if isinstance(value, torch.dtype)}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def kind_of(plan: Change) -> Hashable:
+    """Raises UncheckedError if it has too many calls."""
+    region = Region.of_any_numbers(plan)
+    numbers = {part: number for number, part in enumerate((*region.leaves, *region.calls))}
+
+    def named(value: Any) -> Hashable:
+        if is_value(value):
+            return numbers[value]
+        if isinstance(value, (list, tuple)):
+            return tuple([named(part) for part in value])
+        return str(value) if isinstance(value, (torch.SymInt, torch.SymFloat, slice)) else (type(value), value)
+
+    leaves = tuple([(str(constant_of(leaf)), _described(fake_of(leaf))) for leaf in region.leaves])
+    calls = tuple([(call.target, named(call.args), named([*call.kwargs.items()])) for call in region.calls])
+    return leaves, calls, named(plan.replacements), plan.differs
+
+
+def _described(value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return str(value)
+    sizes, strides = value.shape, value.stride()
+    return value.dtype, *((str(sizes), str(strides)) if has_symbolic_sizes(value) else (sizes, strides))

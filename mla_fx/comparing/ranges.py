@@ -24,7 +24,7 @@ from mla_fx.rewriting.draft import Draft, fake_of, value_of
 from .inputs import constant_of
 from .interpreter import Interpreter
 from .region import Region
-from .whole_numbers import Value
+from .small_sizes import Value
 
 aten = torch.ops.aten
 

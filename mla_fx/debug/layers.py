@@ -11,10 +11,9 @@ from torch.fx import Graph, Node
 from mla_fx.graph.node_text import call_text, described, short_source, target_name, value_of
 from mla_fx.graph.provenance import ORIGINS, RULE, fused_name, module_of, source_of
 
-from .graph_text import Writer, borders, ranges
+from .graph_text import Section, Writer, borders, ranges
 from .memory import Lives
 from .outcomes import WHOLE
-from .sections import Section
 from .work import Meter, Work
 
 REST = "outside the layers"

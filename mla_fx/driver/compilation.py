@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.comparing.verify import Verification
-from mla_fx.debug.recorder import Recorder
+from mla_fx.debug.recorder import Recorder, tell
 from mla_fx.debug.report import Report
-from mla_fx.debug.torch_logs import tell
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
 from mla_fx.graph.provenance import code_of
 from mla_fx.graph.torch_compilers import is_saving, passing_dynamo, static_inputs

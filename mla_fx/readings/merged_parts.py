@@ -4,7 +4,12 @@
 
 Shares have many spellings: a softmax of stacked logarithms, exponentials after the largest was subtracted, a difference
 from `logaddexp`, two parts at a time, in base 2. So this reading does their arithmetic, at points drawn at random, and
-compares it with that of a merge. Guards decide what becomes of rows that parts do not see. They are evaluated, too."""
+compares it with that of a merge. Guards decide what becomes of rows that parts do not see. They are evaluated, too.
+
+An evaluation proves a formula on the pieces that its points reach, and on no others. A switch is a number whose sign
+decides between two pieces: `x - 2` for `x.clamp(min=2)`. Points lie on both sides of each switch, close to it and away
+from it. Logarithms run over many orders of magnitude, and some are equal. A largest score is anything between its
+logarithm, where one key has all the weight, and log T below it, where T keys are alike."""
 
 from __future__ import annotations
 
@@ -28,16 +33,86 @@ from .arithmetic import Arithmetic, is_step
 from .axes import Axis, Index
 from .calls import CASTS
 from .element import Element, computed_from, computed_with, resolve
-from .points import Points
 from .reading import Reading
 from .views import MOVERS, SPLITS, fresh_index
 
+EACH = 24  # points of a scale
+OUTS = (0.0, 1e-3, 1.0, 1.0, 30.0, 1e5, 1e30)  # scales of attention
+HALVINGS = 20
+STEPS = (0.0, 1e-6, 1e-3, 0.05)  # away from a switch, as shares of the way between two points that it parts
 aten = torch.ops.aten
 
 MOVES = frozenset({*MOVERS, *CASTS, *SPLITS, aten.cat.default, operator.getitem})
 CLOSE = 1e-11
 FAR = 1e13  # beyond what is drawn of sums
 SUBSETS = 64
+
+
+@dataclass(frozen=True)
+class Points:
+    """`values` [leaves, points]: the attention of each part, the logarithm of each, and free numbers."""
+
+    values: Tensor
+    parts: int
+
+    @classmethod
+    def drawn(cls, parts: int, scales: Sequence[float], most: Sequence[float]) -> Points:
+        """Points at random, always the same. Free numbers are 0 to `most`, and often one of the two."""
+        draw = torch.Generator().manual_seed(0)
+        count = EACH * len(scales)
+
+        def uniform(rows: int) -> Tensor:
+            return torch.rand(rows, count, generator=draw, dtype=torch.float64)
+
+        sizes = torch.tensor(OUTS, dtype=torch.float64)[torch.randint(len(OUTS), (count,), generator=draw)]
+        outs = torch.randn(parts, count, generator=draw, dtype=torch.float64) * sizes
+        lses = (2 * uniform(parts) - 1) * torch.tensor(scales, dtype=torch.float64).repeat(EACH)
+        shares = (2 * uniform(len(most)) - 0.5).clamp(0, 1) ** 4
+        return cls(torch.cat((outs, lses, shares * torch.tensor(most, dtype=torch.float64).unsqueeze(-1))), parts)
+
+    @property
+    def outs(self) -> Tensor:
+        return self.values[: self.parts]
+
+    @property
+    def lses(self) -> Tensor:
+        return self.values[self.parts : 2 * self.parts]
+
+    def where(self, parts: Sequence[int], *, out: float, lse: float | None = None) -> Points:
+        """Give some parts this attention and, unless it is None, this logarithm."""
+        values = self.values.clone()
+        values[list(parts)] = out
+        if lse is not None:
+            values[[self.parts + part for part in parts]] = lse
+        return replace(self, values=values)
+
+    def with_outs(self, outs: Tensor) -> Points:
+        return replace(self, values=torch.cat((outs, self.values[self.parts :])))
+
+    def beside(self, switches: Callable[[Points], Tensor]) -> Points:
+        """These points, and others on both sides of each switch. `switches` computes them, [switches, points]."""
+        found = switches(self)
+        below, above = (_closest(found, side) for side in (-1, 1))
+        parted = (below >= 0) & (above >= 0)
+        if not parted.any():
+            return self
+        which = parted.nonzero().squeeze(-1)
+        first, last = (self.values[:, places[which]] for places in (below, above))
+        low, high = first, last
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            is_below = switches(replace(self, values=middle))[which].diagonal() < 0
+            low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
+        near = [one for step in STEPS for one in (low + step * (first - last), high + step * (last - first))]
+        least, most = (end.unsqueeze(-1) for end in self.values.aminmax(dim=1))
+        return replace(self, values=torch.cat((self.values, torch.cat(near, 1).clamp(least, most)), 1))
+
+
+def _closest(switches: Tensor, side: int) -> Tensor:
+    """The place of the point that is closest to each switch on one side, -1 if there is none."""
+    distance = switches * side
+    distance = torch.where((distance > 0) & distance.isfinite(), distance, torch.inf)
+    return torch.where(distance.isinf().all(1), -1, distance.argmin(1))
 
 
 @dataclass(frozen=True)

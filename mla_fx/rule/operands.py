@@ -1,6 +1,5 @@
 """Plans: calls and their operands, among them joined parts, rotary tables and masks."""
 
-from mla_fx.rewriting.joined import joined, joined_parts
 from mla_fx.rewriting.masks import (
     check_is_causal,
     counts_from_first,
@@ -10,7 +9,7 @@ from mla_fx.rewriting.masks import (
     mask_operands,
 )
 from mla_fx.rewriting.materialize import tensor
-from mla_fx.rewriting.merged import merged
+from mla_fx.rewriting.operands import joined, joined_parts, merged, tables
 from mla_fx.rewriting.plan import (
     ByHoisting,
     Call,
@@ -31,7 +30,6 @@ from mla_fx.rewriting.replacement import (
     WITHOUT_LSE,
     replacing,
 )
-from mla_fx.rewriting.tables import tables
 
 __all__ = [
     "ATTENTION", "LATENT_ATTENTION", "PLAIN_ATTENTION", "WITHOUT_LSE", "ByHoisting", "Call", "Cast", "Computed",

@@ -4,6 +4,7 @@ from mla_fx.matching.match import OperandAxes
 from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
 from mla_fx.readings.calls import CASTS, args_of, keywords, named_argument, operands_of, options_of, positional
 from mla_fx.readings.codes.dequantised import Dequantised
+from mla_fx.readings.concatenation import own_part
 from mla_fx.readings.constant import rounded
 from mla_fx.readings.contraction import PRODUCTS, Contraction, parted_at, segments
 from mla_fx.readings.element import (
@@ -17,18 +18,16 @@ from mla_fx.readings.element import (
     is_parameter,
     narrows,
 )
-from mla_fx.readings.gathered import own_part
 from mla_fx.readings.index_scores import TOPK, IndexScores, check_read_alone, has_index_scores, index_scores
 from mla_fx.readings.log_sum_exp import LogSumExp, beside, log_sum_exp, logarithms
 from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
 from mla_fx.readings.merged_parts import Merge, merge_before, merges
 from mla_fx.readings.merged_sums import MergedSums, ends_of_sums, merged_sums
 from mla_fx.readings.paged import Paged
-from mla_fx.readings.pieces import are_neighbours, is_same, joined
 from mla_fx.readings.reading import Reading
 from mla_fx.readings.rms_norm import RmsNorm, rms_norm
 from mla_fx.readings.rope import Rope, Table, rope
-from mla_fx.readings.same_value import same_value
+from mla_fx.readings.same_value import are_neighbours, is_same, joined, same_value
 from mla_fx.readings.selection import Selection, choices, seems_chosen, selection
 from mla_fx.readings.softmax import LOGARITHMS
 from mla_fx.readings.views import seams, shape_of, written_slice

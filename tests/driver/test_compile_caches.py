@@ -21,7 +21,7 @@ from torch._functorch import config as functorch_config
 import mla_fx
 from mla_fx.debug.memory import MemoryUse
 from mla_fx.debug.report import Miss, PassRecord, Report
-from mla_fx.driver import cache_key, cached_reports, compilation, report_cache
+from mla_fx.driver import cache_key, compilation, report_cache
 from mla_fx.graph.torch_compilers import cache_folder
 
 ROOT = Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def test_a_pass_says_that_a_report_is_lost(layer, monkeypatch):
     for saved in (cache_folder() / "mla_fx").iterdir():
         saved.unlink()
     assert with_pass(graph_pass, layer)
-    assert (graph_pass.report.fused, graph_pass.report.notes) == ({}, [cached_reports.LOST])
+    assert (graph_pass.report.fused, graph_pass.report.notes) == ({}, [report_cache.LOST])
 
 
 def test_a_pass_warns_again(monkeypatch):
