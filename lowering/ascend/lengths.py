@@ -1,7 +1,7 @@
 """Lengths of sequences, which a call has as a tensor or as numbers that a kernel takes from the host.
 
 A captured graph replays what it once computed, and torchair updates only numbers that are graph inputs. So numbers that
-the graph computes are read before it runs (see `mla_fx.passes.read_ahead`), all of them in one copy to the host."""
+the graph computes are read before it runs (see `mla_fx.passes.hoist`), all of them in one copy to the host."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fx.graph.aliasing import owner
+from mla_fx.graph.schemas import owner
 from mla_fx.graph.walk import erase_unread
 from mla_fx.readings.sizes import Size, size_of
 

@@ -26,10 +26,19 @@ from mla_fx.rule import Stage
 from mla_fx.rule.operands import ATTENTION
 
 from . import costs, releases
-from .configs import attention_layers, is_config, read_config, with_layers
 from .costs import LayerSizes, Machine, Step
 from .demo import Announce, progress
-from .models import Call, config_class, full_call, script_call, tiny_call
+from .models import (
+    Call,
+    attention_layers,
+    config_class,
+    full_call,
+    is_config,
+    read_config,
+    script_call,
+    tiny_call,
+    with_layers,
+)
 
 ALL = "all"
 BY_DEFAULT = "reference"

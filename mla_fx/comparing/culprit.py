@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, STANDS_FOR, fused_name, module_of, source_of
+from mla_fx.graph.schemas import written
 from mla_fx.graph.walk import behind
 
 from .closeness import distance

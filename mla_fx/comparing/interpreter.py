@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from mla_fx.graph.arguments import names_of
+from mla_fx.graph.schemas import names_of
 from mla_fx.graph.torch_private import HigherOrderOperator, OpOverload, python_dispatcher_off, unset_fake_temporarily
 from mla_fx.rewriting.draft import fake_of, is_value, value_of
 

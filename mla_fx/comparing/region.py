@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.arguments import named_arguments
+from mla_fx.graph.schemas import named_arguments
 from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.graph.walk import FEW, few_behind
 from mla_fx.rewriting.draft import Change, Draft, fake_of, value_of

@@ -23,8 +23,7 @@ from .culprit import Cutout
 from .exact import Dry
 from .interpreter import Interpreter
 from .plans import Difference
-from .reproduce import distances, drawn
-from .samples import Like, like
+from .reproduce import Like, distances, drawn, like
 from .small_sizes import Value
 
 FILE = "reproduce.py"

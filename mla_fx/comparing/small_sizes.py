@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.arguments import named_arguments
+from mla_fx.graph.schemas import named_arguments
 from mla_fx.graph.torch_private import OpOverload, hint_of, tree_leaves
 from mla_fx.rewriting.draft import Draft, fake_of
 

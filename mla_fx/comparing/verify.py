@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from mla_fx.errors import VerificationError
-from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import label_of
+from mla_fx.graph.schemas import written
 from mla_fx.graph.torch_compilers import as_boxed, compile_fx, compile_fx_inner, is_boxed
 from mla_fx.graph.walk import behind
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.graph.aliasing import written
 from mla_fx.graph.node_text import INPUTS, Source, consecutive, described, one_line, quoted, value_of
 from mla_fx.graph.provenance import module_of
+from mla_fx.graph.schemas import written
 from mla_fx.graph.torch_private import hint_of
 from mla_fx.target import Shown
 

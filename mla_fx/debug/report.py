@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mla_fx.debug import require
+
 from .memory import MemoryUse
-from .optional import require
 from .outcomes import Layers, Miss, Outcome, outcomes_of, rows_of
 
 if TYPE_CHECKING:

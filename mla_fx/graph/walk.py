@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch.fx import Node
 
-from .aliasing import written
+from .schemas import written
 
 Value = TypeVar("Value")
 FEW = 30  # calls

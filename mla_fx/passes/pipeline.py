@@ -28,10 +28,9 @@ from mla_fx.target import Lowering
 from .absorb import ABSORBED, absorb
 from .apply_rules import recognise, tell_miss
 from .chosen_keys import chosen_keys
-from .hoist import inputs_of
+from .hoist import inputs_of, read_ahead
 from .lower import lower
 from .prove import apply
-from .read_ahead import read_ahead
 from .reinplace import reinplace
 from .run import Pass, Run, check, old_readers
 

@@ -15,11 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.debug.memory import peak_of_temporaries
 from mla_fx.debug.report import Report
-from mla_fx.graph.aliasing import owner, readers, written
+from mla_fx.graph.schemas import owner, readers, written
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.options import Options
-from mla_fx.passes.hoist import Hoisted
-from mla_fx.passes.read_ahead import HostNumbers
+from mla_fx.passes.hoist import Hoisted, HostNumbers
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.cleanup import Snapshot
 from mla_fx.rewriting.emitter import Emitter

@@ -12,8 +12,8 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, fused_name
+from mla_fx.graph.schemas import written
 from mla_fx.graph.torch_private import codegen_of
 from mla_fx.readings.axes import axes
 from mla_fx.readings.calls import CASTS

@@ -1,6 +1,6 @@
 """The content of a file in `patterns/`: a rule with its cases. Everything that a rule needs comes from here: the class,
 the words of patterns, the match. Rules that read or build more find it in the rooms of this package: `readings`,
-`operands`, `caches`, `codes` and `indices`.
+`operands` and `caches`.
 
 For each anchor, the engine goes through the matches and takes the first that works: `rewrite` makes a plan, which says
 which operator is called on which operands, and which old values its results replace. `rewrite` may refuse with

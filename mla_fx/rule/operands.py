@@ -1,14 +1,15 @@
 """Plans: calls and their operands, among them joined parts, rotary tables and masks."""
 
-from mla_fx.rewriting.masks import check_is_causal as check_is_causal
-from mla_fx.rewriting.masks import counts_from_first as counts_from_first
-from mla_fx.rewriting.masks import known_causal as known_causal
-from mla_fx.rewriting.masks import lengths as lengths
-from mla_fx.rewriting.masks import mask_and_lengths as mask_and_lengths
-from mla_fx.rewriting.masks import mask_operands as mask_operands
+from mla_fx.rewriting.materialize import scaled_by as scaled_by
 from mla_fx.rewriting.materialize import tensor as tensor
+from mla_fx.rewriting.operands import check_is_causal as check_is_causal
+from mla_fx.rewriting.operands import counts_from_first as counts_from_first
 from mla_fx.rewriting.operands import joined as joined
 from mla_fx.rewriting.operands import joined_parts as joined_parts
+from mla_fx.rewriting.operands import known_causal as known_causal
+from mla_fx.rewriting.operands import lengths as lengths
+from mla_fx.rewriting.operands import mask_and_lengths as mask_and_lengths
+from mla_fx.rewriting.operands import mask_operands as mask_operands
 from mla_fx.rewriting.operands import merged as merged
 from mla_fx.rewriting.operands import tables as tables
 from mla_fx.rewriting.plan import ByHoisting as ByHoisting
