@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mla_fx.driver.report_log import expecting
+
 from . import ops
 from .backend import explain, get_backend, mla_backend
-from .driver.expectations import expecting
 from .driver.report_log import last_report, report
 from .errors import FusionError, MlaWarning, NoMatch, OptionError, VerificationError
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
+from .commands import CommandError
 from .commands.bisect import run_bisect
 from .commands.costs import Machine, Step
-from .commands.coverage import run_coverage
 from .commands.demo import run_demo
 from .commands.doctor import run_doctor
-from .commands.errors import CommandError
 from .commands.explain import ALL, BY_DEFAULT, Asked, run_explain
-from .commands.report import run_report
+from .commands.pages import run_coverage, run_report
 from .errors import FusionError, OptionError
 
 STATUS = (

@@ -8,9 +8,9 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from .debug.report import Report
-from .driver import cache_key
-from .driver.cached_reports import LOST, CachedReports
+from .driver import compile_caches
 from .driver.compilation import Compilation, checked, through_dynamo
+from .driver.compile_caches import LOST, CachedReports
 from .errors import FusionError, NoMatch, OptionError
 from .graph.torch_compilers import GraphPass, is_packaging
 from .graph.torch_private import OpOverload
@@ -70,7 +70,7 @@ class MlaPass(GraphPass):
         if self._options.dump or fuel_of_process().is_limited:
             return None
         self._cached.watch()  # Inductor asks before it looks into its cache
-        return cache_key.key(self._options)
+        return compile_caches.key(self._options)
 
     def _prepare(self, inputs: Sequence[Any]) -> Compilation:
         compilation = Compilation.begin(inputs, self._options)

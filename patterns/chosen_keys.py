@@ -27,12 +27,16 @@ from mla_fx.ops.emitted.codes import SCALES
 from mla_fx.ops.emitted.mla_attention import fewest
 from mla_fx.ops.emitted.tiled_attention import LOWEST
 from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
-from mla_fx.rule.indices import Size, axes, composite, extent, fresh
 from mla_fx.rule.operands import Call, Replacement, mask_and_lengths, tensor
 from mla_fx.rule.readings import (
     Reading,
     Selection,
+    Size,
     args_of,
+    axes,
+    composite,
+    extent,
+    fresh,
     named_argument,
     options_of,
     seems_chosen,

@@ -19,19 +19,26 @@ from torch.fx import Graph, Node
 from mla_fx.cases import HCKV, B, Case, Layer, T
 from mla_fx.ops.emitted.codes import CODES
 from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
-from mla_fx.rule.codes import codes_behind, dequantised
-from mla_fx.rule.indices import Axes, axes_of, fresh_index, leaves, renamed, resolve, without_digits
 from mla_fx.rule.operands import ATTENTION, LATENT_ATTENTION, Call, Expression, Replacement, tensor, times
 from mla_fx.rule.readings import (
+    Axes,
     Element,
     Reading,
     args_of,
+    axes_of,
+    codes_behind,
+    dequantised,
     element_of,
+    fresh_index,
     is_coarser,
     keywords,
+    leaves,
     named_argument,
     options_of,
     positional,
+    renamed,
+    resolve,
+    without_digits,
 )
 
 aten = torch.ops.aten

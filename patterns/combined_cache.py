@@ -28,9 +28,24 @@ from mla_fx.rule.caches import (
     check_same_write,
     positions,
 )
-from mla_fx.rule.indices import Index, Size, composite, extent, fresh, fresh_index, of_axis, renamed, resolve, shifted
 from mla_fx.rule.operands import ATTENTION, Call, Expression, first_node, joined, replacing, result, tensor
-from mla_fx.rule.readings import Reading, args_of, element_of, shape_of, written_slice
+from mla_fx.rule.readings import (
+    Index,
+    Reading,
+    Size,
+    args_of,
+    composite,
+    element_of,
+    extent,
+    fresh,
+    fresh_index,
+    of_axis,
+    renamed,
+    resolve,
+    shape_of,
+    shifted,
+    written_slice,
+)
 
 aten = torch.ops.aten
 

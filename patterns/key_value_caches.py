@@ -29,9 +29,25 @@ from mla_fx.rule.caches import (
     check_same_write,
     slots_by_target,
 )
-from mla_fx.rule.indices import Axes, Axis, Size, axes, of_axis, product, resolve, shifted
 from mla_fx.rule.operands import Call, Expression, Replacement, joined, replacing, result, tables, tensor
-from mla_fx.rule.readings import Element, RmsNorm, Rope, element_of, rms_norm, rope, seams, shape_of
+from mla_fx.rule.readings import (
+    Axes,
+    Axis,
+    Element,
+    RmsNorm,
+    Rope,
+    Size,
+    axes,
+    element_of,
+    of_axis,
+    product,
+    resolve,
+    rms_norm,
+    rope,
+    seams,
+    shape_of,
+    shifted,
+)
 
 aten = torch.ops.aten
 ROTARY = 4

@@ -55,10 +55,23 @@ from mla_fx.rule.caches import (
     positions_and_caches,
     replacing_cache,
 )
-from mla_fx.rule.codes import StaticCodes, computed_otherwise
-from mla_fx.rule.indices import Axes, Size, axes, product
 from mla_fx.rule.operands import ATTENTION, Call, Expression, joined, tables, tensor
-from mla_fx.rule.readings import Element, RmsNorm, Rope, computed_from, element_of, named_argument, rounded, shape_of
+from mla_fx.rule.readings import (
+    Axes,
+    Element,
+    RmsNorm,
+    Rope,
+    Size,
+    StaticCodes,
+    axes,
+    computed_from,
+    computed_otherwise,
+    element_of,
+    named_argument,
+    product,
+    rounded,
+    shape_of,
+)
 
 aten = torch.ops.aten
 ONE_EACH = {"kv_rmsnorm_rope_cache": 1, "latent_attention": 1}

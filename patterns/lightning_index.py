@@ -19,15 +19,18 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import HE, B, Case, Layer, S, T
 from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
-from mla_fx.rule.indices import Axes, Index, axes, fresh
 from mla_fx.rule.operands import ATTENTION, Call, known_causal, mask_operands, replacing, result, tensor
 from mla_fx.rule.readings import (
     TOPK,
+    Axes,
+    Index,
     IndexScores,
     args_of,
+    axes,
     check_read_alone,
     choices,
     computed_from,
+    fresh,
     has_index_scores,
     index_scores,
     named_argument,

@@ -19,11 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mla_fx.cases import DR, DV, HE, Case, D, Layer, N
 from mla_fx.rule import ByDesign, Match, NearestMiss, Plan, Rule
-from mla_fx.rule.indices import Size, axes
 from mla_fx.rule.operands import Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import (
     Reading,
+    Size,
     are_neighbours,
+    axes,
     is_same,
     joined,
     keywords,

@@ -15,9 +15,8 @@ from torch.fx import Graph, Node
 from mla_fx.cases import DR, Case, GrowingCache, WeightedQuery
 from mla_fx.rule import Match, NoMatch, Plan, Rule, ValuePattern, last_dimension, rope, var
 from mla_fx.rule.caches import cache_update
-from mla_fx.rule.indices import axes
 from mla_fx.rule.operands import LATENT_ATTENTION, PLAIN_ATTENTION, Call, tables, tensor
-from mla_fx.rule.readings import Rope, element_of, named_argument
+from mla_fx.rule.readings import Rope, axes, element_of, named_argument
 
 # Operands of an attention that are rotated.
 QUERY = {

@@ -13,7 +13,7 @@ from lib.families import cache_tensors, empty_cache, tiny_model, tokens
 
 import mla_fx
 from mla_fx import cases
-from mla_fx.driver import cache_key, discovery
+from mla_fx.driver import compile_caches, discovery
 from mla_fx.passes import absorb
 from mla_fx.passes.triage import is_functional
 
@@ -121,18 +121,18 @@ def test_a_variable_set_later_changes_neither_key_nor_fusions(monkeypatch):
 
 def test_uuid_changes_with_the_sources(monkeypatch):
     before = mla_fx.MlaPass().uuid()
-    monkeypatch.setattr(cache_key, "source_hash", lambda: "other sources")
+    monkeypatch.setattr(compile_caches, "source_hash", lambda: "other sources")
     assert mla_fx.MlaPass().uuid() != before
 
 
 @pytest.mark.parametrize("changed", ["mla_fx/ops/common/math.py", "mla_fx/readings/rope.py", "patterns/mla_prolog.py"])
 def test_uuid_knows_the_sources_in_every_folder(tmp_path, monkeypatch, changed):
-    root, before = Path(mla_fx.__file__).parents[1], cache_key.source_hash()
+    root, before = Path(mla_fx.__file__).parents[1], compile_caches.source_hash()
     places = {"mla_fx": "mla_fx", discovery.PATTERNS: "patterns", discovery.LOWERING: "lowering"}
     for package, folder in places.items():
         shutil.copytree(root / folder, tmp_path / folder)
         monkeypatch.setattr(sys.modules[package], "__path__", [str(tmp_path / folder)])
     rules = discovery.found_rules()
-    assert cache_key._hash_of.__wrapped__(rules) == before
+    assert compile_caches._hash_of.__wrapped__(rules) == before
     (tmp_path / changed).write_text("changed = True")
-    assert cache_key._hash_of.__wrapped__(rules) != before
+    assert compile_caches._hash_of.__wrapped__(rules) != before

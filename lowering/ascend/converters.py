@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from mla_fx.graph.aliasing import owner
 from mla_fx.graph.provenance import name_of
+from mla_fx.graph.schemas import owner
 
 
 class _OfTorchair:

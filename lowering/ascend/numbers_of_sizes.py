@@ -13,8 +13,8 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fx.graph.aliasing import owner
-from mla_fx.graph.dead_code import erase_unread
+from mla_fx.graph.schemas import owner
+from mla_fx.graph.walk import erase_unread
 from mla_fx.readings.sizes import Size, size_of
 
 COPY = torch.ops.aten.copy_.default

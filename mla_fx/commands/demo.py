@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.debug import require
 from mla_fx.debug.memory import readable_size
-from mla_fx.debug.optional import require
 
 ATTENTION = {
     "hidden_size": 7168,

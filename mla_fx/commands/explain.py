@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mla_fx.backend import explain
+from mla_fx.commands import CommandError
 from mla_fx.debug.outcomes import layer_of
 from mla_fx.debug.report import Miss, Report
 from mla_fx.driver import discovery
@@ -24,11 +25,19 @@ from mla_fx.options import OWN
 from mla_fx.rule import Stage
 
 from . import costs, releases
-from .configs import attention_layers, is_config, read_config, with_layers
 from .costs import LayerSizes, Machine, Step
 from .demo import Announce, progress
-from .errors import CommandError
-from .models import Call, config_class, full_call, script_call, tiny_call
+from .models import (
+    Call,
+    attention_layers,
+    config_class,
+    full_call,
+    is_config,
+    read_config,
+    script_call,
+    tiny_call,
+    with_layers,
+)
 
 ALL = "all"
 BY_DEFAULT = "reference"

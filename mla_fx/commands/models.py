@@ -1,25 +1,60 @@
-"""The call that `explain` traces: of a script, of a tiny model, or of a full model on the meta device."""
+"""The call that `explain` traces: of a script, of a tiny model, or of a full model on the meta device. A full model has
+a configuration as model hubs publish it, a `config.json`, or a folder that has one; nothing is downloaded. A tiny one
+has a small configuration, of any model type in transformers that has Multi-head Latent Attention."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mla_fx.debug.optional import require
+from mla_fx.commands import CommandError
+from mla_fx.debug import require
 
 from .costs import Step
-from .errors import CommandError
-from .tiny_models import mla_families, tiny_config
 
 PROMPT = 4
 TINY_STEP = Step(context=16)
 BUILD = "It should return (callable, args) or (callable, args, kwargs)."
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+FILE = "config.json"
+TINY = {
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "ffn_hidden_size": 96,
+    "moe_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "first_k_dense_replace": 8,
+    "layer_group_size": 2,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Sizes under every name that transformers uses; a model type takes those that it has."""
+TINY_IF_USED = {"q_lora_rank": 48, "qk_rope_head_dim": 8}
+"""Optional sizes, left out if a model type does not need them."""
+MOST_LAYERS = 8
 
 
 def script_call(script: Path) -> Call:
@@ -96,3 +131,89 @@ def _model_class(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+
+
+def is_config(given: str) -> bool:
+    """Whether this names a configuration, and not a model type or a script."""
+    return given.endswith(".json") or Path(given).is_dir()
+
+
+def read_config(given: str) -> Any:
+    """The configuration of the text model, from local files alone, without running code that comes with them."""
+    require("transformers")
+    path = Path(given) / FILE if Path(given).is_dir() else Path(given)
+    model_type = _model_type(path)
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers checks sizes in its own ways
+        raise CommandError(f"transformers does not take {path} as a {model_type}: {_first_line(error)}") from error
+    config = config.get_text_config()
+    if not getattr(config, "kv_lora_rank", None):
+        raise CommandError(f"{path} has no kv_lora_rank, so its model has no Multi-head Latent Attention.")
+    return config
+
+
+def with_layers(config: Any, count: int) -> Any:
+    """The configuration, with its first layers alone."""
+    known = int(config.num_hidden_layers)
+    if not 1 <= count <= known:
+        raise CommandError(f"--layers is {count}; this model has 1 to {known}.")
+    config.num_hidden_layers = count
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == known:  # the kind of each layer
+            setattr(config, name, value[:count])
+    return config
+
+
+def attention_layers(config: Any) -> int:
+    """How many layers have latent attention; hybrids list the kind of each."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "linear_attention" in kinds:
+        return sum(kind != "linear_attention" for kind in kinds)
+    return int(config.num_hidden_layers)
+
+
+def _model_type(path: Path) -> str:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CommandError(f"{path} does not exist.") from None
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} cannot be read as JSON: {_first_line(error)}.") from error
+    model_type = found.get("model_type") if isinstance(found, dict) else None
+    if not model_type:
+        raise CommandError(f"{path} has no model_type, so it is no configuration of a model.")
+    if model_type not in CONFIG_MAPPING:
+        families = ", ".join(mla_families())
+        raise CommandError(
+            f"{path} is of model type {model_type!r}, which transformers does not have; those with Multi-head Latent "
+            f"Attention are {families}."
+        )
+    return str(model_type)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+def mla_families() -> list[str]:
+    """The model types in transformers whose configuration has a `kv_lora_rank`."""
+    from transformers import CONFIG_MAPPING
+
+    return sorted(name for name in CONFIG_MAPPING if hasattr(CONFIG_MAPPING[name], "kv_lora_rank"))
+
+
+def tiny_config(config_class: Any) -> Any:
+    """A small configuration with two layers, or as many as a hybrid needs to have one with softmax attention."""
+    sizes = {name: size for name, size in TINY.items() if hasattr(config_class, name)}
+    sizes |= {name: size for name, size in TINY_IF_USED.items() if getattr(config_class, name, None)}
+    count = "num_layers" if hasattr(config_class, "num_layers") else "num_hidden_layers"
+    configs = (config_class(**sizes, **{count: layers}) for layers in range(2, MOST_LAYERS + 1))
+    for config in configs:
+        if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"linear_attention"}:
+            break
+    return config

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fx.graph.arguments import named_arguments
+from mla_fx.graph.schemas import named_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 
 from .exact import BYTES, FLOATS, Wide, widened

@@ -1,19 +1,20 @@
-"""Finds which fused call a difference comes from."""
+"""Finds which fused call a difference comes from, and cuts a part out of a graph, as a graph of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.graph.provenance import RULE, STANDS_FOR, fused_name, module_of, source_of
+from mla_fx.graph.schemas import written
+from mla_fx.graph.walk import behind
 
-from .behind import behind
 from .closeness import distance
-from .cutout import Cutout, given
 from .exact import moves
 
 MOST_NAMED = 4
@@ -114,3 +115,41 @@ def _with_data(nodes: Iterable[Node]) -> set[Node]:
         if not is_whole and (node.op == "placeholder" or any(one in found for one in node.all_input_nodes)):
             found.add(node)
     return found
+
+
+@dataclass(frozen=True)
+class Cutout:
+    """Values of a module's graph, computed from others, which are inputs under the given names."""
+
+    owner: GraphModule
+    results: Sequence[Node]
+    names: Mapping[Node, str]
+
+    @functools.cached_property
+    def inputs(self) -> dict[Node, str]:
+        """The inputs that are needed, and their names."""
+        return {node: self.names[node] for node in self.owner.graph.nodes if node in self._needed & self.names.keys()}
+
+    @functools.cached_property
+    def module(self) -> GraphModule:
+        """The part as a graph. Results that write an input are in it, but are not returned."""
+        graph = Graph()
+        copies = {node: graph.placeholder(name) for node, name in self.inputs.items()}
+        for node in self.owner.graph.nodes:
+            if node in self._needed and node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in self.results if not written(node)))
+        return GraphModule({}, graph)
+
+    @functools.cached_property
+    def _needed(self) -> Set[Node]:
+        return {*behind(self.results, self.names)}
+
+
+def whole(owner: GraphModule, results: Sequence[Node]) -> Cutout:
+    return Cutout(owner, results, given(owner))
+
+
+def given(owner: GraphModule) -> dict[Node, str]:
+    """The inputs and the attributes of a graph, and their names."""
+    return {node: node.name for node in owner.graph.nodes if node.op in ("placeholder", "get_attr")}

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from mla_fx.graph.aliasing import owner, written
-from mla_fx.graph.arguments import named_arguments, names_of
+from mla_fx.graph.schemas import named_arguments, names_of, owner, written
 from mla_fx.graph.torch_private import OpOverload, memory_of, tree_leaves, tree_map
 
 aten = torch.ops.aten

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.provenance import label_of
+from mla_fx.graph.schemas import named_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
+from mla_fx.graph.walk import FEW, few_behind
 from mla_fx.rewriting.draft import Change, Draft, value_of
 
-from .behind import FEW, few_behind
 from .closeness import apart
 from .inputs import TRIES, Inputs
 from .interpreter import Interpreter, on_real_tensors
 from .region import Region, UncheckedError
-from .symbols import Numbers
-from .whole_numbers import Value
+from .small_sizes import Numbers, Value
 
 Seen = Mapping[tuple[str, str], Tensor]
 
@@ -205,7 +204,7 @@ def _reads_no_numbers(node: Node) -> bool:
 
 
 def _shares_memory(node: Node) -> bool:
-    """The pass that writes in place asks the same of `graph.aliasing`; the check shares no code with it."""
+    """The pass that writes in place asks the same of `graph.schemas`; the check shares no code with it."""
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
     return any(result.alias_info is not None for result in node.target._schema.returns)

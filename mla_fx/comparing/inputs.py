@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from mla_fx.graph.torch_private import OpOverload
 
-from .symbols import Numbers
+from .small_sizes import Numbers
 
 SPREAD = 0.25  # numbers are so small that an epsilon beside their squares is noticed
 VISIBLE, MORE_VISIBLE = 0.7, 0.95  # of flags, in the first attempts and later

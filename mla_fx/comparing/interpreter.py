@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from mla_fx.graph.arguments import names_of
+from mla_fx.graph.schemas import names_of
 from mla_fx.graph.torch_private import HigherOrderOperator, OpOverload, python_dispatcher_off, unset_fake_temporarily
 from mla_fx.rewriting.draft import fake_of, is_value, value_of
 
 from .exact import FILLS
 from .region import CASTS, PURE, UncheckedError
-from .symbols import Numbers
-from .whole_numbers import Value, never_sizes
+from .small_sizes import Numbers, Value, never_sizes
 
 aten = torch.ops.aten
 

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.graph.arguments import named_arguments
+from mla_fx.graph.schemas import named_arguments
 from mla_fx.graph.torch_private import tree_leaves
+from mla_fx.graph.walk import FEW, few_behind
 from mla_fx.rewriting.draft import Change, Draft, fake_of, value_of
 
-from .behind import FEW, few_behind
-from .equations import EQUATIONS, Equation, Shape, of_bytes, times
 from .inputs import CODES
-from .small_sizes import SMALL, small_sizes
-from .symbols import Numbers
-from .whole_numbers import KERNEL, numbers_of
+from .small_sizes import EQUATIONS, KERNEL, SMALL, Equation, Numbers, Shape, numbers_of, of_bytes, small_sizes, times
 
 aten = torch.ops.aten
 

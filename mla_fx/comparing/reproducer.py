@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from mla_fx.graph.node_text import Source
 from mla_fx.graph.provenance import label_of, module_of
-from mla_fx.graph.source import Source
 
 from .closeness import SAME, wide_dtype
-from .cutout import Cutout
+from .culprit import Cutout
 from .exact import Dry
 from .interpreter import Interpreter
 from .plans import Difference
-from .reproduce import distances, drawn
-from .samples import Like, like
-from .whole_numbers import Value
+from .reproduce import Like, distances, drawn, like
+from .small_sizes import Value
 
 FILE = "reproduce.py"
 IMPORTS = ("import sys", "from mla_fx.comparing import reproduce")

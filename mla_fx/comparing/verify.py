@@ -24,16 +24,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from mla_fx.errors import VerificationError
-from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import label_of
+from mla_fx.graph.schemas import written
 from mla_fx.graph.torch_compilers import as_boxed, compile_fx, compile_fx_inner, is_boxed
+from mla_fx.graph.walk import behind
 
-from .behind import behind
 from .choices import Choosing, choices, depends_on, errors, nearby, of_bytes, rounding_of, seen_by
-from .closeness import SAME, Closeness, blind, closeness, distance, wide_dtype
-from .culprit import Culprit, find, listed
-from .cutout import Cutout, whole
-from .envelope import Envelope
+from .closeness import SAME, Closeness, Envelope, blind, closeness, distance, wide_dtype
+from .culprit import Culprit, Cutout, find, listed, whole
 from .exact import Dry, Results, Wide, in_copies, is_random, writes
 from .reproducer import of_lowering, of_rule, reproduced
 

@@ -1,25 +1,188 @@
-"""A folder with one file per pass, and their index."""
+"""A folder with one file per pass, their index, and the page of the graph: one HTML file with its passes, its misses,
+and its layers, one of each kind, before and after the passes, node by node."""
 
 from __future__ import annotations
 
 import contextlib
+import html
 import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from mla_fx.graph.node_text import one_line, tally
-from mla_fx.graph.provenance import count_fused
+from mla_fx.graph.node_text import call_text, described, one_line, short_source, tally, target_name, value_of
+from mla_fx.graph.provenance import ORIGINS, RULE, count_fused, fused_name, module_of, source_of
 from mla_fx.target import Shown
 
-from .graph_text import symbols
-from .layers import LayerText, layers_of
-from .page import Side, data_of, page
-from .recorded import RecordedStage
+from .graph_text import RecordedStage, Section, Writer, borders, ranges, symbols
+from .memory import Lives, MemoryUse, readable_size
+from .outcomes import WHOLE
 from .report import PassRecord, Report
+from .work import Meter, Work, amount
+
+REST = "outside the layers"
+Side = Literal["before", "after"]
+Row = tuple[str, ...]
+_TEMPLATE = Path(__file__).with_name("page.html")
+_DATA = '"data of the graph"'
+SIDES: Sequence[Side] = ("before", "after")
+
+
+@dataclass(frozen=True)
+class LayerText:
+    """The nodes of a layer as JSON values, and a text that is equal for equal layers."""
+
+    text: str
+    nodes: Sequence[Mapping[str, Any]]
+    temporaries: int | None = 0
+
+
+def layers_of(graph: Graph, *, is_fused: bool = False) -> dict[str, LayerText]:
+    """The layers by path; what is in none is one more, under the path `REST`. `is_fused` as for `Lives`."""
+    writer, meter, lives = Writer(graph), Meter(graph), Lives(graph, is_fused=is_fused)
+    parts: dict[str, list[Section]] = {}
+    for item in writer.sections():
+        is_layer = isinstance(item, Section) and item.layer is not None
+        section = item if isinstance(item, Section) else Section((), (item,))
+        parts.setdefault(".".join(section.path) if is_layer else REST, []).append(section)
+    layers: dict[str, LayerText] = {}
+    works: dict[str, list[Work]] = {}  # of equal layers once
+    for path, sections in parts.items():
+        texts = [writer.as_any_layer(section, *borders(section)) for section in sections]
+        nodes = [node for section in sections for node in section.nodes()]
+        text = "\n".join(texts)
+        works[text] = works.get(text) or [meter.of(node) for node in nodes]
+        values = [{**_values(writer, node), **vars(work)} for node, work in zip(nodes, works[text], strict=True)]
+        layers[path] = LayerText(text, values, lives.peak(nodes))
+    return layers
+
+
+def _values(writer: Writer, node: Node) -> dict[str, Any]:
+    """A node as JSON values; `operands` are the names of other nodes, `inputs` those of inputs of the graph."""
+    operands = node.all_input_nodes
+    return {
+        "name": node.name,
+        "operator": target_name(node.target),
+        "call": call_text(node, writer.name_of),
+        "type": described(value_of(node)),
+        "module": module_of(node),
+        "source": short_source(source_of(node)),
+        "operands": [operand.name for operand in operands if operand not in writer.inputs],
+        "inputs": [writer.inputs[operand] for operand in operands if operand in writer.inputs],
+        "fused": fused_name(node),
+        "rule": node.meta.get(RULE, ""),
+        "replaced": [name for name, *_ in node.meta.get(ORIGINS, ())],
+    }
+
+
+def kinds(before: Mapping[str, LayerText], after: Mapping[str, LayerText]) -> Iterator[dict[str, Any]]:
+    """The kinds of layers: those with equal nodes before and after. Each is shown by its first layer; a model
+    without layers is one, and is named as such."""
+    nothing = LayerText("", ())
+    every = dict.fromkeys([*before, *after])
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path in every:
+        alike.setdefault((before.get(path, nothing).text, after.get(path, nothing).text), []).append(path)
+    for paths in alike.values():
+        sides = {"before": before.get(paths[0], nothing), "after": after.get(paths[0], nothing)}
+        names = [WHOLE] if [*every] == [REST] else paths
+        yield {
+            "path": names[0],
+            "paths": ranges(names),
+            "count": len(paths),
+            **{side: layer.nodes for side, layer in sides.items()},
+            "work": {side: _sums(layer) for side, layer in sides.items()},
+        }
+
+
+def _sums(layer: LayerText) -> dict[str, Any]:
+    """The sums of a layer's FLOPs and bytes; `uncounted` counts the operators whose FLOPs are unknown."""
+    return {
+        "flops": sum(node["flops"] or 0 for node in layer.nodes),
+        "uncounted": sum(node["flops"] is None for node in layer.nodes),
+        "bytes": sum(node["bytes"] for node in layer.nodes),
+        "temporaries": layer.temporaries,
+    }
+
+
+def data_of(
+    report: Report,
+    stages: Sequence[RecordedStage],
+    layers: Mapping[Side, Mapping[str, LayerText]],
+    sizes: Mapping[str, int],
+) -> dict[str, Any]:
+    """What a page shows, as JSON values. `sizes` are those of symbols in this example."""
+    passes = {record.name: record for record in report.passes}
+    found = [*kinds(layers["before"], layers["after"])]
+    for kind in found:
+        temporaries = (kind["work"][side]["temporaries"] for side in SIDES)
+        kind["cost"] = [*_work([{**kind, "count": 1}]), *_temporaries(*temporaries)]
+    return {
+        "report": report.to_dict(),
+        "outcome": str(report).partition("\n")[0].partition(": ")[2],
+        "stages": [_stage(stage, passes.get(stage.name, PassRecord(stage.name))) for stage in stages],
+        "kinds": found,
+        "cost": [*_nodes(stages, report.passes), *_work(found), *_memory(report.memory)],
+        "sizes": ", ".join(f"{name} = {size}" for name, size in sizes.items()),
+    }
+
+
+def _stage(stage: RecordedStage, record: PassRecord) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "file": stage.file,
+        "milliseconds": record.milliseconds,
+        "nodes": stage.nodes,
+        "fired": tally(record.fired),
+    }
+
+
+# --- costs: rows of what, before and after ---------------------------------------------------------------------------
+
+
+def _nodes(stages: Sequence[RecordedStage], passes: Sequence[PassRecord]) -> Iterator[Row]:
+    if stages:
+        after = passes[-1].nodes_after if passes else stages[-1].nodes
+        yield "nodes", str(stages[0].nodes), str(after)
+
+
+def _work(kinds: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """FLOPs and bytes of some kinds of layers."""
+
+    def total(side: str, what: str) -> int:
+        return sum(int(kind["count"] * kind["work"][side][what]) for kind in kinds)
+
+    yield "FLOPs", *(amount(total(side, "flops"), "FLOP") for side in SIDES)
+    uncounted = [total(side, "uncounted") for side in SIDES]
+    if any(uncounted):
+        yield "operators whose FLOPs are unknown", *map(str, uncounted)
+    yield "moved", *(readable_size(total(side, "bytes")) for side in SIDES)
+
+
+def _temporaries(before: int | None, after: int | None) -> Iterator[Row]:
+    if before is not None and after is not None:
+        yield "temporaries", readable_size(before), readable_size(after)
+
+
+def _memory(memory: Sequence[MemoryUse]) -> Iterator[Row]:
+    for entry in memory:
+        yield from _temporaries(entry.unfused, entry.temporaries)
+        yield "copies of weights", readable_size(0), readable_size(entry.weights)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(graph: Mapping[str, Any]) -> str:
+    """The page of a dumped graph, whose data is in its `graph.json`. It needs no other file and no network."""
+    data = json.dumps(graph).replace("<", "\\u003c")  # which could end the script
+    title = one_line(f"mla_fx on {graph['report']['target']}")
+    return _TEMPLATE.read_text(encoding="utf-8").replace("page title", html.escape(title), 1).replace(_DATA, data, 1)
 
 
 class Dump:

@@ -1,27 +1,85 @@
 """A graph as a Python file: one function for each kind of layer, called once for each such layer. The file runs on
-random inputs; `mla_fx.debug.stage` holds what it imports."""
+random inputs; `mla_fx.debug.stage` holds what it imports. A layer, and in it each module, is a section of nodes."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from mla_fx.graph.node_text import consecutive, described, value_of
+from mla_fx.graph.node_text import INPUTS, Source, consecutive, described, one_line, quoted, value_of
 from mla_fx.graph.provenance import module_of
-from mla_fx.graph.source import INPUTS, Source, quoted
+from mla_fx.graph.schemas import written
 from mla_fx.graph.torch_private import hint_of
+from mla_fx.target import Shown
 
-from .sections import Section, in_sections
+LEAST = 6  # nodes of a section; fewer are not worth a function
 
+Path = tuple[str, ...]
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w])|(?<=\.)\d+(?=[.\]]|$)")
 RUN = "from mla_fx.debug.stage import run"
 A_GRAPH = "# a graph"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Consecutive nodes of one module, some of them in sections of their own."""
+
+    path: Path
+    items: tuple[Node | Section, ...]
+
+    @property
+    def layer(self) -> str | None:
+        """The number of the layer, such as "3" for `model.layers.3.mlp`."""
+        return next((part for part in self.path if part.isdecimal()), None)
+
+    def nodes(self) -> Iterator[Node]:
+        for item in self.items:
+            yield from item.nodes() if isinstance(item, Section) else (item,)
+
+
+def in_sections(nodes: Sequence[Node]) -> tuple[Node | Section, ...]:
+    """Nodes in their order; those of a layer in its section, and those of a module of the layer in one within it.
+
+    A node without a module belongs to that of the node before it, unless it writes something: AOTAutograd writes what
+    changed at the end of a graph."""
+    paths, last = dict[Node, Path](), Path()
+    for node in nodes:
+        module = module_of(node)
+        last = tuple(module.split(".")) if module else Path() if written(node) else last
+        paths[node] = last
+    layers = {_layer(path) for path in paths.values()}
+    holders = {Path(), *(path[:length] for path in layers for length in range(len(path)))}
+    items: list[Node | Section] = []
+    for path, group in groupby(nodes, key=lambda node: _layer(paths[node])):
+        inside = list(group)
+        items += _section(path, _modules(path, inside, paths), len(inside), holders)
+    return tuple(items)
+
+
+def _layer(path: Path) -> Path:
+    """The path of the layer that holds a module; of a module in no layer, its own."""
+    length = next((place for place, part in enumerate(path, 1) if part.isdecimal()), len(path))
+    return path[:length]
+
+
+def _modules(layer: Path, nodes: Sequence[Node], paths: dict[Node, Path]) -> list[Node | Section]:
+    items: list[Node | Section] = []
+    for path, group in groupby(nodes, key=lambda node: paths[node][: len(layer) + 1]):
+        inside = list(group)
+        items += _section(path, inside, len(inside), {layer})
+    return items
+
+
+def _section(path: Path, items: Sequence[Node | Section], count: int, holders: Set[Path]) -> list[Node | Section]:
+    """One section, or the items themselves if they are few, or of a module that holds the others."""
+    return [*items] if path in holders or count < LEAST else [Section(path, tuple(items))]
 
 
 def graph_text(graph: Graph) -> str:
@@ -188,3 +246,36 @@ def symbols(graph: Graph) -> dict[str, int]:
 
 def _braced(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
+
+
+@dataclass(frozen=True)
+class RecordedStage:
+    """The graph after a pass, or what a compiler made of it. `title` has its number and its name, for files; `file` is
+    that of the last stage that changed the graph. Equal graphs have equal texts."""
+
+    name: str
+    title: str
+    text: str
+    nodes: int
+    file: str
+    is_new: bool
+
+    @property
+    def titled(self) -> str:
+        """The text, with the name of the stage."""
+        return f"# {one_line(self.name)}{self.text.removeprefix(A_GRAPH)}"
+
+
+def recorded(number: int, name: str, shown: Shown, before: RecordedStage | None) -> RecordedStage:
+    if isinstance(shown, Graph):
+        text, nodes, suffix = graph_text(shown), len(shown.nodes), "py"
+    else:
+        text, nodes, suffix = "\n".join([f"{A_GRAPH}: {len(shown)} nodes.", *shown, ""]), len(shown), "txt"
+    title = f"{number:02d}_{_slug(name)}"
+    if before is not None and before.text == text:
+        return RecordedStage(name, title, before.text, nodes, before.file, is_new=False)
+    return RecordedStage(name, title, text, nodes, f"{title}.{suffix}", is_new=True)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:80] or "stage"

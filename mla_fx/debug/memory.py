@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fx.graph.aliasing import owners_in, readers
-from mla_fx.graph.arguments import named_arguments
 from mla_fx.graph.provenance import fused_name
+from mla_fx.graph.schemas import named_arguments, owners_in, readers
 from mla_fx.graph.torch_private import OpOverload
 
 aten = torch.ops.aten

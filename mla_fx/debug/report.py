@@ -1,15 +1,18 @@
-"""What a compilation did: fused operators, nearest misses, and the passes between."""
+"""What a compilation did: fused operators, nearest misses, and the passes between; as text, and as a table for
+terminals and notebooks."""
 
 from __future__ import annotations
 
+import html
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mla_fx.debug import require
+
 from .memory import MemoryUse
-from .outcomes import Miss, Outcome, outcomes_of, rows_of
-from .report_table import cells, html_table, rich_table
+from .outcomes import Layers, Miss, Outcome, outcomes_of, rows_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +21,12 @@ __all__ = ["Miss", "PassRecord", "Report"]
 
 # What a report of several graphs has of each, one after the other.
 SUMMED = "misses", "passes", "notes", "hindrances", "memory", "verified", "checked", "unchecked", "refuted"
+HEADINGS = ("layers", "fused", "why not more")
+# In each cell: notebooks have a rule of their own for cells, by which they align to the right.
+CELL = 'style="text-align: left; padding: 0.3em 0.6em; border: 1px solid"'
+
+
+Cells = Iterable[tuple[str, str, str]]
 
 
 @dataclass
@@ -219,3 +228,37 @@ def _equal(layers: Mapping[str, Sequence[str]], path: str) -> Iterator[str]:
     """The paths of all modules that the module at a path represents: one in each layer that its own represents."""
     layer = next((layer for layer in layers if f"{path}.".startswith(f"{layer}.")), None)
     yield from [path] if layer is None else (other + path[len(layer) :] for other in layers[layer])
+
+
+def rich_table(title: str, rows: Cells) -> Table:
+    """A table of rich. Raises ModuleNotFoundError if rich is not installed."""
+    require("rich")
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*HEADINGS, box=SIMPLE_HEAD, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def html_table(title: str, rows: Cells, remarks: Iterable[str]) -> str:
+    """A table of HTML, with the notes below it."""
+    head = _html_row("th", HEADINGS)
+    body = "".join(_html_row("td", row) for row in rows)
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in remarks)
+    listed = f"<ul>{notes}</ul>" if notes else ""
+    caption = f'<caption style="text-align: left">{html.escape(title)}</caption>'
+    return f'<table style="border-collapse: collapse">{caption}{head}{body}</table>{listed}'
+
+
+def cells(layers: Layers, *, of_several: bool) -> Iterator[tuple[str, str, str]]:
+    for row in rows_of(layers):
+        for number, outcome in enumerate(row.outcomes):
+            missed = str(outcome.missed) if outcome.missed else ""
+            yield "" if number else row.layers, outcome.told(of_several=of_several), missed
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag} {CELL}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

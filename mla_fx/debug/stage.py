@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import mla_fx.ops  # noqa: F401  registers the fused operators
-from mla_fx.comparing.samples import any_like
+from mla_fx.comparing.reproduce import any_like
 from mla_fx.graph.torch_private import dtype_abbrs, tree_leaves
 
 DTYPES = {name: dtype for dtype, name in dtype_abbrs.items()}

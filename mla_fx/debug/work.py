@@ -20,9 +20,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import FlopCounterMode
 
-from mla_fx.graph.aliasing import COPIES, UNDECLARED, owners_in, surely_shares, written
-from mla_fx.graph.arguments import names_of
 from mla_fx.graph.node_text import call_text, described, value_of
+from mla_fx.graph.schemas import COPIES, UNDECLARED, names_of, owners_in, surely_shares, written
 from mla_fx.graph.torch_private import OpOverload, hint_of, tree_leaves, tree_map
 from mla_fx.ops import catalogue
 

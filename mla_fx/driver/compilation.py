@@ -1,4 +1,7 @@
-"""The driver of one compilation: options, target, passes, judgement, and the fence around all of them."""
+"""The driver of one compilation: options, target, passes, judgement, and the fence around all of them.
+
+Before AOTAutograd, floats that `dynamic=True` turned into inputs become numbers again in Dynamo's graph, and the names
+of inputs, which AOTAutograd only numbers, are kept."""
 
 from __future__ import annotations
 
@@ -14,24 +17,61 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.comparing.verify import Verification
-from mla_fx.debug.recorder import Recorder
+from mla_fx.debug.recorder import Recorder, tell
 from mla_fx.debug.report import Report
-from mla_fx.debug.torch_logs import tell
 from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
-from mla_fx.graph.provenance import code_of
-from mla_fx.graph.torch_compilers import is_saving, passing_dynamo, static_inputs
+from mla_fx.graph.provenance import INPUT_NAME, code_of, plain_path
+from mla_fx.graph.torch_compilers import input_path, is_saving, passing_dynamo, static_inputs
 from mla_fx.options import AUTO, Options, parse
 from mla_fx.passes.fuel import VARIABLE, Fuel, fuel_of_process
 from mla_fx.passes.pipeline import PIPELINE, TRIAGE, run_pipeline
 from mla_fx.passes.run import Pass, Run
-from mla_fx.passes.triage import tell_undecomposed, triage
+from mla_fx.passes.triage import may_attend, read_by_products, tell_undecomposed, triage
 from mla_fx.rule import Rule
 from mla_fx.target import Compiled, Compiler, Target
 
-from . import cache_key, discovery, report_cache, report_log
-from .dynamo_inputs import input_names, name_inputs, recover_floats
+from . import compile_caches, discovery, report_log
 
+FROM_BEFORE = "from before a graph break"
 NOT_COMPILED = "does not compile this graph"
+
+
+def recover_floats(gm: GraphModule) -> None:
+    """Turn epsilons and softmax scales that Dynamo lifted to 0-d inputs into numbers again, under a guard.
+
+    Only if the graph may contain attention, and those alone that enter a product: a temperature of logits may be
+    another at each call. Then a new shape recompiles nothing, and a new number recompiles once. If anything fails, the
+    graph is unchanged."""
+    if not any(map(_is_lifted_float, gm.graph.nodes)) or not may_attend(gm.graph):
+        return
+    read = read_by_products(gm.graph)
+    items = [node for node in gm.graph.nodes if _is_lifted_float(node) and node in read]
+    numbers = {node: node.meta["example_value"].node.guard_float(__file__, 0) for node in items}
+    for node, number in numbers.items():
+        node.replace_all_uses_with(number)
+        gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _is_lifted_float(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return node.op == "call_method" and node.target == "item" and isinstance(value, torch.SymFloat)
+
+
+def input_names(graph: Graph) -> tuple[str, ...]:
+    """The names of Dynamo's inputs as the user writes them, `layers.3.self_attn.o_proj.weight`; empty if unknown."""
+    paths = (plain_path(input_path(node)) for node in graph.find_nodes(op="placeholder"))
+    return tuple(FROM_BEFORE if path.startswith("___stack") else path for path in paths)
+
+
+def name_inputs(graph: Graph, names: tuple[str, ...]) -> None:
+    """Let messages call the inputs of an operator graph by these names, if each input has one."""
+    inputs = graph.find_nodes(op="placeholder")
+    if len(inputs) != len(names):
+        return
+    for node, name in zip(inputs, names, strict=True):
+        if name:
+            node.meta[INPUT_NAME] = name
 
 
 def checked(given: Mapping[str, Any]) -> Options:
@@ -193,18 +233,18 @@ class Compilation:
         is_whole = not self.is_broken and not self.fuel.is_limited
         is_usual = self.passes is PIPELINE and self.rules is discovery.rules() and is_whole
         is_watched = self.keep_text or self.options.dump is not None or self.options.verify != "off"
-        is_keepable = is_usual and not is_watched and cache_key.are_plain(inputs)
-        return cache_key.key(self.options, inputs) if is_keepable else None
+        is_keepable = is_usual and not is_watched and compile_caches.are_plain(inputs)
+        return compile_caches.key(self.options, inputs) if is_keepable else None
 
     def save_report(self, graph_key: str | None) -> bool:
         """Save the report. If something failed, nothing is cached: it may succeed the next time."""
         if self.key is not None and graph_key is not None and not self.is_broken:
-            report_cache.save(self.report, self.key, self.source, graph_key)
+            compile_caches.save(self.report, self.key, self.source, graph_key)
         return not self.is_broken
 
     def load_report(self, graph_key: str | None) -> bool:
         """Use the saved report for this compilation."""
-        found = report_cache.load(self.key, self.source, graph_key) if self.key and graph_key else None
+        found = compile_caches.load(self.key, self.source, graph_key) if self.key and graph_key else None
         if found is not None:
             self.use_report(found)
         return found is not None

@@ -1,4 +1,4 @@
-"""Reports of compilations, for the last report and for those who count what is compiled meanwhile."""
+"""Reports of compilations: the last one, those of what is compiled meanwhile, and what these are expected to say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
+
+from mla_fx.errors import FusionError
+from mla_fx.options import expectation
 
 if TYPE_CHECKING:
     from mla_fx.debug.report import Report
@@ -98,3 +101,21 @@ def report() -> Iterator[Report]:
     finally:
         del _of_all_threads[id(reports)]
         vars(whole).update(vars(Report.merged(reports)))
+
+
+@contextlib.contextmanager
+def expecting(**counts: int | tuple[int, ...]) -> Iterator[None]:
+    """Raise FusionError at the end of the block if what it compiled, in this thread, did not fuse exactly these
+    operators.
+
+    `with expecting(mla_prolog=61, latent_attention=61): model(...)` counts over all graphs of the model, whether they
+    come from graph breaks or from several models. Graphs that were compiled before and only run do not count."""
+    wanted = expectation(counts)
+    with listening() as reports:
+        yield
+    from mla_fx.debug.report import Report
+
+    fused = Report.merged(reports).fused
+    if not wanted.is_met(fused):
+        listed = "\n".join(map(str, reports)) or "nothing was compiled"
+        raise FusionError(f"expected {wanted}, fused {fused} in {len(reports)} graphs\n{listed}")

@@ -12,7 +12,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from mla_fx.ops import FORMS, form
 
-from .arguments import Call, named_arguments, names_of
+from .schemas import Call, named_arguments, names_of
 from .torch_private import OpOverload
 
 _VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")

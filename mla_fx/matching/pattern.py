@@ -13,14 +13,14 @@ from mla_fx.graph.provenance import name_of
 from mla_fx.readings.attention import Attention
 from mla_fx.readings.axes import Index, extent, fresh, shifted
 from mla_fx.readings.behind import cache_behind, is_cached
+from mla_fx.readings.cache_places import element_of_rows, sizes_of_rows
 from mla_fx.readings.cache_update import POSITIONED, WRITES, cache_updates, is_written_where
 from mla_fx.readings.calls import named_argument
+from mla_fx.readings.concatenation import own_part
 from mla_fx.readings.contraction import Contraction
 from mla_fx.readings.element import Element, element_of, is_parameter, resolve
-from mla_fx.readings.fractals import element_of_rows, sizes_of_rows
-from mla_fx.readings.gathered import own_part
+from mla_fx.readings.equal_sizes import EQUAL, unproved
 from mla_fx.readings.reading import Reading
-from mla_fx.readings.unproved import EQUAL, unproved
 from mla_fx.readings.views import fresh_index, seams
 
 from .match import Match, NearestMiss, OperandAxes

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.arguments import names_of
+from mla_fx.graph.schemas import names_of
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops import catalogue
 from mla_fx.ops.common.sizes import statically_known_true

@@ -1,10 +1,14 @@
-"""Moves work out of the compiled graph that it need not repeat at each step: weight layouts and views of caches.
+"""Moves work out of the compiled graph that it need not repeat at each step, or that it cannot repeat.
 
 weights    A value that a fused operator reads and that is computed from weights alone, or from constants, is computed
            once and becomes a graph input. It follows its weights (see `LaidOut`), so a newly loaded state takes effect
            from the next call on.
 caches     A graph input that an operator or a plain write of rows reads through a reshape, and that is written back
            through one, becomes an input of that shape. A compiler then sees one buffer that is read and written.
+numbers    A captured graph would repeat the numbers that the host got in its first run. A target names the operators
+           that return such numbers, elements of a tensor [B]. If the graph's inputs determine the tensor, its elements
+           become inputs, and a function of the other inputs computes it before each call. All numbers of a graph are
+           copied to the host at once.
 """
 
 from __future__ import annotations
@@ -22,13 +26,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.provenance import LAID_OUT, RULE
-from mla_fx.graph.torch_private import (
-    OpOverload,
-    detect_fake_mode,
-    has_symbolic_sizes,
-)
+from mla_fx.graph.schemas import owner, written
+from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, has_symbolic_sizes, unknown_number
 from mla_fx.readings.calls import args_of
 from mla_fx.readings.element import computed_from
 from mla_fx.readings.sizes import size_of
@@ -269,3 +269,71 @@ def _is_given(view: Node, result: Node) -> bool:
         return False
     call = result.all_input_nodes[0]
     return RULE in call.meta and view in call.all_input_nodes
+
+
+@dataclass
+class HostNumbers:
+    """The numbers that are appended to a graph's inputs: those at `places` among the elements of all tensors. The
+    inputs at `sources` give each tensor."""
+
+    tensors: list[tuple[GraphModule, list[int]]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+    def summary(self) -> str:
+        """A summary for the report; empty if there are none."""
+        return f"{self.count} length{'s' * (self.count > 1)} read by the host before each call" if self.count else ""
+
+    def inputs(self, given: Sequence[Any]) -> list[Any]:
+        with torch.no_grad():
+            rows = [make(*(given[place] for place in sources)) for make, sources in self.tensors]
+        numbers = torch.cat(rows).tolist()
+        return [*given, *(numbers[place] for place in self.places)]
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `compiled`, which takes the numbers too, as a function of the original inputs."""
+        return (lambda *given: compiled(*self.inputs(given))) if self.tensors else compiled
+
+
+def read_ahead(graph: Graph, operators: Set[str], apply: Apply) -> HostNumbers:
+    """Make the results of the named operators graph inputs, where the other inputs determine them. A result whose plan
+    is refused is computed at each call."""
+    emit, found, inputs = Emitter(graph), HostNumbers(), graph.find_nodes(op="placeholder")
+    calls = [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target._opname in operators]
+    for plan in sizes_of_inputs(graph.nodes) if calls else ():
+        with contextlib.suppress(NoMatch):
+            apply(emit, "reading ahead", plan)
+    keys: dict[Node, int] = {}
+    known: dict[Any, int] = {}
+    starts: dict[int, int] = {}  # of each tensor among all elements
+    elements, added = 0, dict[int, Draft]()
+    for call in filter(_is_determined, calls):
+        values, position = args_of(call)
+        key = key_of(values, keys, known)
+        if key not in starts:
+            make, sources = function_of(values)
+            found.tensors.append((make, [inputs.index(source) for source in sources]))
+            starts[key], elements = elements, elements + int(values.meta["val"].shape[0])
+        place = starts[key] + position
+        number = added.get(place) or _number(call)
+        with contextlib.suppress(NoMatch):
+            apply(emit, "reading ahead", Change.of([(call, number)], {values}))
+            if place not in added:
+                added[place] = number
+                found.places.append(place)
+    return found
+
+
+def _is_determined(call: Node) -> bool:
+    """Whether the graph's inputs determine a number, by PyTorch's own operators: a vendor's may be for graphs only."""
+    computed = [source for source in computed_from(args_of(call)[0]) if source.op != "placeholder"]
+    return all(is_fixed(source) and getattr(source.target, "namespace", "aten") == "aten" for source in computed)
+
+
+def _number(call: Node) -> Draft:
+    """A number as a graph input. Each has a symbol of its own: equal traces share that of their call."""
+    meta = {"val": unknown_number(detect_fake_mode([args_of(call)[0].meta["val"]]))}
+    return Draft(call.target, call.args, call.kwargs, call.meta["val"], "length", meta, is_input=True)

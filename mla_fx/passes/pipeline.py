@@ -19,8 +19,8 @@ from mla_fx.ops.common.collector import collector_paused
 from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
 from mla_fx.passes.hoist import hoist
 from mla_fx.passes.triage import has_bottleneck, is_functional, triage
+from mla_fx.readings.equal_sizes import written_alike
 from mla_fx.readings.sizes import size_facts
-from mla_fx.readings.written_alike import written_alike
 from mla_fx.rewriting.cleanup import Snapshot, empty_parts, erase_orphans, rejoined, round_trips, turns
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
@@ -28,13 +28,11 @@ from mla_fx.target import Lowering
 from .absorb import ABSORBED, absorb
 from .apply_rules import recognise, tell_miss
 from .chosen_keys import chosen_keys
-from .hoist import inputs_of
-from .invariants import check, old_readers
+from .hoist import inputs_of, read_ahead
 from .lower import lower
 from .prove import apply
-from .read_ahead import read_ahead
 from .reinplace import reinplace
-from .run import Pass, Run
+from .run import Pass, Run, check, old_readers
 
 
 def take_back_in_place_forms(run: Run) -> None:

@@ -7,8 +7,7 @@ from torch.fx import Node
 
 from mla_fx.comparing import in_place
 from mla_fx.comparing.interpreter import may_run, on_real_tensors
-from mla_fx.comparing.kind import kind_of
-from mla_fx.comparing.plans import Difference, difference
+from mla_fx.comparing.plans import Difference, difference, kind_of
 from mla_fx.comparing.region import UncheckedError
 from mla_fx.comparing.reproducer import of_plan, reproduced
 from mla_fx.errors import NoMatch

@@ -13,11 +13,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import may_share, owner, readers, stride_readers, surely_shares, writers
-from mla_fx.graph.arguments import names_of
-from mla_fx.graph.dead_code import unread_without
 from mla_fx.graph.provenance import placed_name
+from mla_fx.graph.schemas import may_share, names_of, owner, readers, stride_readers, surely_shares, writers
 from mla_fx.graph.torch_private import OpOverload
+from mla_fx.graph.walk import unread_without
 from mla_fx.ops import Operator, catalogue
 from mla_fx.readings.axes import Index, fresh, shifted, substitute
 from mla_fx.readings.calls import args_of, named_argument

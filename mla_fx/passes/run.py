@@ -1,4 +1,5 @@
-"""The state of one graph on its way through the passes, and the type of a pass."""
+"""The state of one graph on its way through the passes, the type of a pass, and the invariants that hold after each
+pass. The checks of these are cheap enough to run always."""
 
 from __future__ import annotations
 
@@ -9,21 +10,26 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fx.debug.memory import peak_of_temporaries
 from mla_fx.debug.report import Report
+from mla_fx.graph.schemas import owner, readers, written
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.options import Options
-from mla_fx.passes.hoist import Hoisted
-from mla_fx.passes.read_ahead import HostNumbers
+from mla_fx.passes.hoist import Hoisted, HostNumbers
+from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.cleanup import Snapshot
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rule import Rule
 from mla_fx.target import Lowering, Shown, Target
 
 from .fuel import Fuel
-from .invariants import OldReaders, old_readers
+
+aten = torch.ops.aten
+
+OldReaders = Mapping[Node, Set[Node]]
 
 
 @dataclass
@@ -111,3 +117,44 @@ class Pass:
     name: str
     apply: Callable[[Run], None]
     is_optional: bool = False
+
+
+def old_readers(graph: Graph) -> OldReaders:
+    """For each graph input that the program writes: the nodes that read its old value."""
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return {source: set(readers(source)) for copy in copies if isinstance(source := copy.args[0], Node)}
+
+
+def check(graph: Graph, originals: Set[Node], readers_before: OldReaders) -> None:
+    """Check the invariants. `readers_before` is the result of `old_readers` before the pass.
+
+    Raises RuntimeError if a node precedes one of its operands, if a node that is not in `originals` has no metadata, or
+    if a node overwrites a value that is still read, directly or through views."""
+    placed: set[Node] = set()
+    writes: list[Node] = []
+    for node in graph.nodes:
+        if not placed.issuperset(node.all_input_nodes):
+            operand = next(operand for operand in node.all_input_nodes if operand not in placed)
+            raise RuntimeError(f"{node.name} comes before its operand {operand.name}")
+        placed.add(node)
+        if node in originals or node.op != "call_function":
+            continue
+        if "val" not in node.meta:
+            raise RuntimeError(f"{node.name} was added without metadata: meta['val'] is missing")
+        if written(node):
+            writes.append(node)
+    if writes:
+        _check_writes(graph, writes, readers_before)
+
+
+def _check_writes(graph: Graph, writes: list[Node], readers_before: OldReaders) -> None:
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for write in writes:
+        for operand in written(write):
+            source = owner(operand)
+            if source.op != "placeholder" and 0 not in shape_of(operand):
+                raise RuntimeError(f"{write.name} writes {source.name}, which is not a graph input")
+            for reader in readers_before.get(source, ()):
+                if reader is not write and order.get(reader, -1) > order[write]:
+                    late = f"{reader.name} still reads its old value"
+                    raise RuntimeError(f"{write.name} writes {source.name}, but {late}")

@@ -14,9 +14,9 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.debug.report import Report
-from mla_fx.graph.aliasing import owner, written
 from mla_fx.graph.node_text import value_of
 from mla_fx.graph.provenance import count_fused
+from mla_fx.graph.schemas import owner, written
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.readings.attention import anchors
 from mla_fx.readings.merged_sums import weights

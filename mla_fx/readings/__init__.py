@@ -10,8 +10,8 @@ views.py         how each view operation moves an index
 constant.py      the numbers that values hold at compile time
 element.py       an element of a value with its factor, the walk through views and casts to its operation, and the one
                  to all that a value is computed from
-concatenation.py values that were split and joined again, chunked and stacked
-same_value.py    equal calls of equal operands
+concatenation.py values that were split and joined again, chunked and stacked, or gathered from processes
+same_value.py    equal calls of equal operands, and neighbouring pieces of one value
 reading.py       the parts of every reading: its node, its elements and indices, its constants
 algebra.py       sums and products of elements, with every factor on the way
 contraction.py   matmul in any spelling; split where its operands were concatenated
@@ -21,11 +21,10 @@ behind.py        the nearest products and written caches that a value is compute
 integers.py      sums of positions in whole numbers, and comparisons of two of them
 causal.py        masks that hide exactly the keys after a position
 paged.py         rows that are gathered from pages
-written_alike.py sizes that are equal because rows of the one are written at positions of the other
+equal_sizes.py   sizes that are equal because of what is written, and what refusals say about others
 rms_norm.py, rope.py, softmax.py, attention.py, cache_update.py   the pieces of MLA
 index_scores.py, selection.py   how an indexer scores keys, and which keys a query chose
 arithmetic.py, merged_parts.py  formulas that are evaluated instead of matched, and merges of attention in parts
-pieces.py        neighbouring slices of one value
 
 An axis never changes. A reader uses everything that an element carries (factor, dtypes it was rounded to, every axis),
 or refuses with `NoMatch`, the only exception that readings raise.

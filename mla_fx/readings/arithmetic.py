@@ -3,7 +3,7 @@
 Some formulas have many spellings. Instead of matching them, a reading can do the arithmetic itself, at points of its
 choice. Steps are analytic here, or have a switch between two analytic pieces, or test for what is infinite, NaN or a
 weight of zero. Two formulas of such steps that agree at many points on both sides of each switch agree wherever they
-are finite: see points.py."""
+are finite: see `Points`."""
 
 from __future__ import annotations
 

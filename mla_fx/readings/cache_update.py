@@ -14,14 +14,13 @@ from mla_fx.graph.provenance import label_of, name_of
 from mla_fx.readings.integers import INTEGERS, counted_steps, whole_number
 
 from .axes import ZERO, Axis, Digit, Index, axes_of, combine, composite, digits_of, extent, fresh, of_axis, shifted
-from .cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
+from .cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks, in_fractals
 from .calls import args_of, argument, operands_of, options_of
 from .element import Element, computed_from, element_of, operand, resolve
-from .fractals import in_fractals
+from .equal_sizes import EQUAL, meant, unproved
 from .reading import renamed
 from .same_value import same_value
 from .sizes import Size, product, strides_of
-from .unproved import EQUAL, meant, unproved
 from .views import broadcast, cat_dim, fresh_index, move, pieces, shape_of, written_position, written_slice
 
 aten = torch.ops.aten

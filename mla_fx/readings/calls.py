@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fx.graph.arguments import names_of
+from mla_fx.graph.schemas import names_of
 from mla_fx.graph.torch_private import OpOverload
 
 aten = torch.ops.aten

@@ -1,18 +1,26 @@
-"""A value joined from adjacent parts of another is that other: split and joined, chunked and stacked."""
+"""A value joined from adjacent parts of another is that other: split and joined, chunked and stacked. Also values that
+the processes of a group gather: each process computes a part, and attention takes all parts."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from mla_fx.graph.torch_private import OpOverload
+
 from .axes import Index, combine, fresh
-from .calls import args_of, argument
+from .calls import args_of, argument, operands_of
 from .sizes import Size, plain, ratio
-from .views import Place, cat_dim, move, pieces
+from .views import MOVERS, Place, cat_dim, move, pieces
 
 aten = torch.ops.aten
+SPLITS = frozenset({operator.getitem, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
+JOINS = frozenset({*MOVERS, *SPLITS, aten.cat.default})
+GATHERS = ("wait_tensor", "all_gather_into_tensor")  # by name: not every build of PyTorch has collectives
+MOST_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -78,3 +86,20 @@ def _expected(part: _Piece, first: _Piece, at: int, begin: Index, step: Size) ->
 def _moved(begin: Index, run: Index, step: Size, by: Size) -> Index:
     terms = [(digit, plain(stride * step)) for digit, stride in run.terms]
     return combine(begin.offset + step * (run.offset + by), [*begin.terms, *terms])
+
+
+def own_part(value: Node) -> Node:
+    """The part of this process if `value` has those of a group, else the value itself.
+
+    This finds where the part is computed, and not how the parts are joined. To replace it by an equal value, no more is
+    needed."""
+    node = value
+    for _ in range(MOST_STEPS):
+        if node.target not in JOINS or not (operands := operands_of(node)):
+            break
+        node = operands[0]
+    for name in GATHERS:
+        if not isinstance(node.target, OpOverload) or node.target._opname != name:
+            return value
+        node = operands_of(node)[0]
+    return node

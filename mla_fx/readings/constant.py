@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fx.graph.aliasing import writers
+from mla_fx.graph.schemas import writers
 from mla_fx.graph.torch_compilers import is_frozen, is_lifted
 from mla_fx.graph.torch_private import share_storage, unset_fake_temporarily
 

@@ -21,8 +21,8 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.dead_code import unread_without
 from mla_fx.graph.provenance import name_of
+from mla_fx.graph.walk import unread_without
 
 from .arithmetic import Arithmetic
 from .attention import Attention, weighted_by

@@ -17,8 +17,8 @@ from .cache_update import WRITES
 from .calls import CASTS, args_of, argument, operands_of
 from .contraction import summed
 from .element import Element, resolve
-from .read_along import read_along
 from .reading import Reading
+from .same_value import read_along
 from .sizes import product
 
 aten = torch.ops.aten

@@ -1,23 +1,27 @@
-"""Written caches as operands: the axes of a cache, the positions of its new rows, and what its results replace."""
+"""Written caches as operands: the axes of a cache, the positions of its new rows, also those that are out of its
+bounds, what its results replace, and pages in FRACTAL_NZ, [Blocks, Columns/n0, BlockSize, n0], where n0 elements take
+32 bytes."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.axes import Axes, Dims, Index, axes, extent, shifted
-from mla_fx.readings.cache_places import Appended, At, CacheUpdate, From, InBlocks, WholeBlocks
+from mla_fx.readings.axes import ZERO, Axes, Axis, Dims, Index, axes, extent, fresh, shifted
+from mla_fx.readings.cache_places import Appended, At, CacheUpdate, Fractals, From, InBlocks, WholeBlocks
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.integers import IntegerSum, integer_sum
 from mla_fx.readings.paged import Paged
-from mla_fx.readings.sizes import Size, product
+from mla_fx.readings.sizes import Size, plain, product, size_of, strides_of
+from mla_fx.readings.views import shape_of
 
-from .bounds import count, counted_from_start, is_below, is_from_start, or_else, proved
-from .fractals import check_memory, in_nz
 from .materialize import size_over, tensor
 from .plan import ByTarget, Call, Expression, Replacement, Representative, result
 from .replacement import replacing
@@ -248,3 +252,74 @@ def replacing_cache(cache: CacheRoles, out: Expression, heads_at: int = 1) -> Re
     dims.insert(heads_at, ())
     old = (update.rows, update.place) if update.is_appended else (update.node, update.index)
     return replacing(*old, result(out, dims))
+
+
+def count(sizes: Sequence[Size]) -> Any:
+    """The number of slots, computed from the cache's own sizes, so the graph need not know how these are computed."""
+    if all(isinstance(size, int) for size in sizes):
+        return product(sizes)
+    return functools.reduce(lambda *both: Call(operator.mul, *both), sizes)
+
+
+def proved(position: IntegerSum, slots: Size) -> tuple[bool, bool]:
+    """Whether no position is negative, and whether none is beyond the end."""
+    excesses = IntegerSum(ZERO).plus(position, -1), position.plus(IntegerSum(Index(slots - 1)), -1)
+    start, end = (excess.is_at_most_zero for excess in excesses)
+    return start, end
+
+
+def counted_from_start(given: Expression, sizes: Sequence[Size]) -> Expression:
+    """Positions counted from the start. In an indexed assignment, negative ones count from the end."""
+    is_negative = Call(aten.lt.Scalar, given, 0)
+    return Call(aten.where.self, is_negative, Call(aten.add.Tensor, given, count(sizes)), given)
+
+
+def is_below(place: Expression, sizes: Sequence[Size]) -> Expression:
+    return Call(aten.lt.Scalar, place, count(sizes))
+
+
+def is_from_start(place: Expression) -> Expression:
+    return Call(aten.ge.Scalar, place, 0)
+
+
+def or_else(
+    conditions: Sequence[Expression],
+    given: Expression,
+    other: Any,
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Expression:
+    """`given` where all conditions hold, and `other` elsewhere."""
+    holds = functools.reduce(lambda *both: Call(aten.logical_and.default, *both), conditions)
+    rest = Call(aten.full.default, [], other, dtype=dtype, device=device, pin_memory=False)
+    return Call(aten.where.self, holds, given, rest)
+
+
+def in_nz(node: Node, fractals: Fractals) -> tuple[Element, Dims]:
+    """An element of a value, and the axes of its dimensions in the order of FRACTAL_NZ."""
+    dims = [fresh(shape_of(node)[dim]) for dim in fractals.dims]
+    return Element(node, fractals.index(node, dims)), [axes(part, "the cache", node) for part in dims]
+
+
+def check_memory(element: Element, dims: Dims) -> None:
+    """Raises NoMatch unless the memory of a value is in FRACTAL_NZ, whose dimensions run over the axes `dims`."""
+    node, index, _ = element.as_operand
+    value = node.meta["val"]
+    sizes = [product(axis.size for axis in dim) for dim in dims]
+    fractal = 32 // value.dtype.itemsize
+    if sizes[3] != fractal:
+        has = f"FRACTAL_NZ has {fractal} of {value.dtype}"
+        raise NoMatch(f"{sizes[3]} columns of a row lie side by side in the cache; {has}", node)
+    for dim, step in list(zip(dims, strides_of(sizes), strict=True))[1:]:
+        inner = strides_of([axis.size for axis in dim])
+        if any(_step(node, index, axis) != plain(step * each) for axis, each in zip(dim, inner, strict=True)):
+            shape = f"[Blocks, Columns/{fractal}, BlockSize, {fractal}]"
+            raise NoMatch(f"the cache is not in FRACTAL_NZ, which lies in memory as {shape}", node)
+
+
+def _step(node: Node, index: tuple[Index, ...], axis: Axis) -> Size:
+    """The distance in memory of neighbours along an axis."""
+    strides = [size_of(stride) for stride in node.meta["val"].stride()]
+    found = (stride * step for part, stride in zip(index, strides, strict=True) for digit, step in part.terms
+             if digit.axis is axis)  # fmt: skip
+    return plain(sum(found, 0))

@@ -12,13 +12,13 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import written
 from mla_fx.graph.provenance import RULE, fused_name
+from mla_fx.graph.schemas import written
 from mla_fx.graph.torch_private import codegen_of
 from mla_fx.readings.axes import axes
 from mla_fx.readings.calls import CASTS
 from mla_fx.readings.element import is_coarser
-from mla_fx.readings.pieces import are_neighbours, joined
+from mla_fx.readings.same_value import are_neighbours, joined
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import cat_dim, pieces, shape_of
 

@@ -16,11 +16,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import written
-from mla_fx.graph.dead_code import erase_unread
 from mla_fx.graph.provenance import RULE, fused_name, inherit_sources, stand_in
+from mla_fx.graph.schemas import written
 from mla_fx.graph.torch_private import share_storage
-from mla_fx.graph.walk import nearest_first
+from mla_fx.graph.walk import erase_unread, nearest_first
 from mla_fx.readings.sizes import Size, size_of
 from mla_fx.readings.views import RESHAPES, shape_of
 

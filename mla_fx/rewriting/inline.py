@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from mla_fx.graph.aliasing import written
+from mla_fx.graph.schemas import written
 from mla_fx.graph.torch_private import make_fx, tree_flatten, tree_unflatten
 from mla_fx.readings.calls import args_of
 

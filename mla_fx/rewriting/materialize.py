@@ -14,8 +14,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Axes, Axis, Dims, Index, axes_of, slowest_first, substitute, without_digits
 from mla_fx.readings.element import Element, Scales
+from mla_fx.readings.equal_sizes import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.sizes import Size, at_most, common, product, ratio, size_of
-from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
 
 from .draft import Draft, value_of

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.aliasing import stride_readers
-from mla_fx.graph.dead_code import unread_without
 from mla_fx.graph.provenance import name_of
+from mla_fx.graph.schemas import stride_readers
+from mla_fx.graph.walk import unread_without
 from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.readings.axes import Index, axes
 from mla_fx.readings.calls import args_of

@@ -1,6 +1,6 @@
 """The content of a file in `patterns/`: a rule with its cases. Everything that a rule needs comes from here: the class,
 the words of patterns, the match. Rules that read or build more find it in the rooms of this package: `readings`,
-`operands`, `caches`, `codes` and `indices`.
+`operands` and `caches`.
 
 For each anchor, the engine goes through the matches and takes the first that works: `rewrite` makes a plan, which says
 which operator is called on which operands, and which old values its results replace. `rewrite` may refuse with
@@ -16,38 +16,37 @@ from typing import ClassVar, Protocol
 
 from torch.fx import Graph, Node
 
-from mla_fx.cases import Case, Layer
-from mla_fx.errors import ByDesign, NoMatch
+from mla_fx.cases import Case as Case
+from mla_fx.cases import Layer as Layer
+from mla_fx.errors import ByDesign as ByDesign
+from mla_fx.errors import NoMatch as NoMatch
 from mla_fx.graph.torch_private import OpOverload
-from mla_fx.matching.match import Match, NearestMiss
-from mla_fx.matching.pattern import AttentionPattern, CallPattern, Operand, Pattern, Reads, ValuePattern
-from mla_fx.matching.words import (
-    behind,
-    bound,
-    coded,
-    contract,
-    either,
-    gathered,
-    having,
-    last_dimension,
-    normed,
-    quantised,
-    refused,
-    rms_norm,
-    rope,
-    scaled,
-    stored,
-    tokens,
-    var,
-)
-from mla_fx.rewriting.plan import Plan
-
-__all__ = [
-    "AttentionPattern", "ByDesign", "CallPattern", "Case", "Layer", "Match", "NearestMiss", "NoMatch", "Operand",
-    "Pattern", "Plan", "Reads", "Root", "Rule", "Stage", "ValuePattern", "behind", "bound", "coded", "contract",
-    "either", "gathered", "having", "last_dimension", "normed", "quantised", "refused", "rms_norm", "rope", "scaled",
-    "stored", "tokens", "var",
-]  # fmt: skip
+from mla_fx.matching.match import Match as Match
+from mla_fx.matching.match import NearestMiss as NearestMiss
+from mla_fx.matching.pattern import AttentionPattern as AttentionPattern
+from mla_fx.matching.pattern import CallPattern as CallPattern
+from mla_fx.matching.pattern import Operand as Operand
+from mla_fx.matching.pattern import Pattern as Pattern
+from mla_fx.matching.pattern import Reads as Reads
+from mla_fx.matching.pattern import ValuePattern as ValuePattern
+from mla_fx.matching.words import behind as behind
+from mla_fx.matching.words import bound as bound
+from mla_fx.matching.words import coded as coded
+from mla_fx.matching.words import contract as contract
+from mla_fx.matching.words import either as either
+from mla_fx.matching.words import gathered as gathered
+from mla_fx.matching.words import having as having
+from mla_fx.matching.words import last_dimension as last_dimension
+from mla_fx.matching.words import normed as normed
+from mla_fx.matching.words import quantised as quantised
+from mla_fx.matching.words import refused as refused
+from mla_fx.matching.words import rms_norm as rms_norm
+from mla_fx.matching.words import rope as rope
+from mla_fx.matching.words import scaled as scaled
+from mla_fx.matching.words import stored as stored
+from mla_fx.matching.words import tokens as tokens
+from mla_fx.matching.words import var as var
+from mla_fx.rewriting.plan import Plan as Plan
 
 
 class Stage(str, enum.Enum):

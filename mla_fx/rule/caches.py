@@ -1,28 +1,30 @@
 """Caches: how rows are written and gathered, and what an operator that writes or reads them takes."""
 
-from mla_fx.readings.behind import caches_behind, check_int8_cache, has_new_rows, is_new, packed_cache
-from mla_fx.readings.cache_places import At, CacheUpdate, InBlocks
-from mla_fx.readings.cache_update import POSITIONED, WRITES, cache_update, cache_updates
-from mla_fx.readings.codes.packed_rows import packed_rows
-from mla_fx.readings.paged import GATHERS, is_looked_up, paged
-from mla_fx.rewriting.caches import (
-    CacheRoles,
-    batch_of_positions,
-    block_table,
-    cache_roles,
-    check_same_write,
-    new_cache,
-    old_cache,
-    positions,
-    positions_and_caches,
-    replacing_cache,
-    slots_by_target,
-)
-from mla_fx.rewriting.fractals import check_memory
-
-__all__ = [
-    "GATHERS", "POSITIONED", "WRITES", "At", "CacheRoles", "CacheUpdate", "InBlocks", "batch_of_positions",
-    "block_table", "cache_roles", "cache_update", "cache_updates", "caches_behind", "check_int8_cache",
-    "check_memory", "check_same_write", "has_new_rows", "is_looked_up", "is_new", "new_cache", "old_cache",
-    "packed_cache", "packed_rows", "paged", "positions", "positions_and_caches", "replacing_cache", "slots_by_target",
-]  # fmt: skip
+from mla_fx.readings.behind import caches_behind as caches_behind
+from mla_fx.readings.behind import check_int8_cache as check_int8_cache
+from mla_fx.readings.behind import has_new_rows as has_new_rows
+from mla_fx.readings.behind import is_new as is_new
+from mla_fx.readings.behind import packed_cache as packed_cache
+from mla_fx.readings.cache_places import At as At
+from mla_fx.readings.cache_places import CacheUpdate as CacheUpdate
+from mla_fx.readings.cache_places import InBlocks as InBlocks
+from mla_fx.readings.cache_update import POSITIONED as POSITIONED
+from mla_fx.readings.cache_update import WRITES as WRITES
+from mla_fx.readings.cache_update import cache_update as cache_update
+from mla_fx.readings.cache_update import cache_updates as cache_updates
+from mla_fx.readings.codes.tiles import packed_rows as packed_rows
+from mla_fx.readings.paged import GATHERS as GATHERS
+from mla_fx.readings.paged import is_looked_up as is_looked_up
+from mla_fx.readings.paged import paged as paged
+from mla_fx.rewriting.caches import CacheRoles as CacheRoles
+from mla_fx.rewriting.caches import batch_of_positions as batch_of_positions
+from mla_fx.rewriting.caches import block_table as block_table
+from mla_fx.rewriting.caches import cache_roles as cache_roles
+from mla_fx.rewriting.caches import check_memory as check_memory
+from mla_fx.rewriting.caches import check_same_write as check_same_write
+from mla_fx.rewriting.caches import new_cache as new_cache
+from mla_fx.rewriting.caches import old_cache as old_cache
+from mla_fx.rewriting.caches import positions as positions
+from mla_fx.rewriting.caches import positions_and_caches as positions_and_caches
+from mla_fx.rewriting.caches import replacing_cache as replacing_cache
+from mla_fx.rewriting.caches import slots_by_target as slots_by_target

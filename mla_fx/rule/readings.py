@@ -1,46 +1,105 @@
-"""Readings of what no word reads: a rule asks for them itself."""
+"""What rules read themselves, where no word does: readings, codes that the program quantises or keeps quantised, and
+indices, which say as arithmetic over axes which element of a tensor is read."""
 
-from mla_fx.matching.match import OperandAxes
-from mla_fx.readings.attention import Attention, anchors, attention, weighted_sum
-from mla_fx.readings.calls import CASTS, args_of, keywords, named_argument, operands_of, options_of, positional
-from mla_fx.readings.codes.dequantised import Dequantised
-from mla_fx.readings.constant import rounded
-from mla_fx.readings.contraction import PRODUCTS, Contraction, parted_at, segments
-from mla_fx.readings.element import (
-    Element,
-    computed_between,
-    computed_from,
-    computed_with,
-    element_of,
-    has_8_bits,
-    is_coarser,
-    is_parameter,
-    narrows,
-)
-from mla_fx.readings.gathered import own_part
-from mla_fx.readings.index_scores import TOPK, IndexScores, check_read_alone, has_index_scores, index_scores
-from mla_fx.readings.log_sum_exp import LogSumExp, beside, log_sum_exp, logarithms
-from mla_fx.readings.low_rank import down_projection, is_cached_per_head, is_projected_from, rank, seems_low_rank
-from mla_fx.readings.merged_parts import Merge, merge_before, merges
-from mla_fx.readings.merged_sums import MergedSums, ends_of_sums, merged_sums
-from mla_fx.readings.paged import Paged
-from mla_fx.readings.pieces import are_neighbours, is_same, joined
-from mla_fx.readings.reading import Reading
-from mla_fx.readings.rms_norm import RmsNorm, rms_norm
-from mla_fx.readings.rope import Rope, Table, rope
-from mla_fx.readings.same_value import same_value
-from mla_fx.readings.selection import Selection, choices, seems_chosen, selection
-from mla_fx.readings.softmax import LOGARITHMS
-from mla_fx.readings.views import seams, shape_of, written_slice
-
-__all__ = [
-    "CASTS", "LOGARITHMS", "PRODUCTS", "TOPK", "Attention", "Contraction", "Dequantised", "Element", "IndexScores",
-    "LogSumExp", "Merge", "MergedSums", "OperandAxes", "Paged", "Reading", "RmsNorm", "Rope", "Selection", "Table",
-    "anchors", "are_neighbours", "args_of", "attention", "beside", "check_read_alone", "choices", "computed_between",
-    "computed_from", "computed_with", "down_projection", "element_of", "ends_of_sums", "has_8_bits", "has_index_scores",
-    "index_scores", "is_cached_per_head", "is_coarser", "is_parameter", "is_projected_from", "is_same", "joined",
-    "keywords", "log_sum_exp", "logarithms", "merge_before", "merged_sums", "merges", "named_argument", "narrows",
-    "operands_of", "options_of", "own_part", "parted_at", "positional", "rank", "rms_norm", "rope", "rounded",
-    "same_value", "seams", "seems_chosen", "seems_low_rank", "segments", "selection", "shape_of", "weighted_sum",
-    "written_slice",
-]  # fmt: skip
+from mla_fx.matching.match import OperandAxes as OperandAxes
+from mla_fx.readings.attention import Attention as Attention
+from mla_fx.readings.attention import anchors as anchors
+from mla_fx.readings.attention import attention as attention
+from mla_fx.readings.attention import weighted_sum as weighted_sum
+from mla_fx.readings.axes import Axes as Axes
+from mla_fx.readings.axes import Axis as Axis
+from mla_fx.readings.axes import Dims as Dims
+from mla_fx.readings.axes import Index as Index
+from mla_fx.readings.axes import axes as axes
+from mla_fx.readings.axes import axes_of as axes_of
+from mla_fx.readings.axes import composite as composite
+from mla_fx.readings.axes import extent as extent
+from mla_fx.readings.axes import fresh as fresh
+from mla_fx.readings.axes import leaves as leaves
+from mla_fx.readings.axes import of_axis as of_axis
+from mla_fx.readings.axes import ordered as ordered
+from mla_fx.readings.axes import shifted as shifted
+from mla_fx.readings.axes import without_digits as without_digits
+from mla_fx.readings.behind import quantised_up_projection as quantised_up_projection
+from mla_fx.readings.calls import CASTS as CASTS
+from mla_fx.readings.calls import args_of as args_of
+from mla_fx.readings.calls import keywords as keywords
+from mla_fx.readings.calls import named_argument as named_argument
+from mla_fx.readings.calls import operands_of as operands_of
+from mla_fx.readings.calls import options_of as options_of
+from mla_fx.readings.calls import positional as positional
+from mla_fx.readings.codes.dequantised import Dequantised as Dequantised
+from mla_fx.readings.codes.dequantised import codes_behind as codes_behind
+from mla_fx.readings.codes.dequantised import dequantised as dequantised
+from mla_fx.readings.codes.given import StaticCodes as StaticCodes
+from mla_fx.readings.codes.given import computed_otherwise as computed_otherwise
+from mla_fx.readings.codes.products import Scaling as Scaling
+from mla_fx.readings.codes.products import quantised_product as quantised_product
+from mla_fx.readings.codes.tiles import PRODUCT as PRODUCT
+from mla_fx.readings.codes.tiles import QUOTIENT as QUOTIENT
+from mla_fx.readings.codes.tiles import QuantisedTiles as QuantisedTiles
+from mla_fx.readings.codes.tiles import quantised_tiles as quantised_tiles
+from mla_fx.readings.codes.tokens import QuantisedTokens as QuantisedTokens
+from mla_fx.readings.codes.tokens import rounded_in as rounded_in
+from mla_fx.readings.codes.whole_numbers import check_codes as check_codes
+from mla_fx.readings.concatenation import own_part as own_part
+from mla_fx.readings.constant import rounded as rounded
+from mla_fx.readings.contraction import PRODUCTS as PRODUCTS
+from mla_fx.readings.contraction import Contraction as Contraction
+from mla_fx.readings.contraction import parted_at as parted_at
+from mla_fx.readings.contraction import segments as segments
+from mla_fx.readings.element import Element as Element
+from mla_fx.readings.element import computed_between as computed_between
+from mla_fx.readings.element import computed_from as computed_from
+from mla_fx.readings.element import computed_with as computed_with
+from mla_fx.readings.element import element_of as element_of
+from mla_fx.readings.element import has_8_bits as has_8_bits
+from mla_fx.readings.element import is_coarser as is_coarser
+from mla_fx.readings.element import is_parameter as is_parameter
+from mla_fx.readings.element import narrows as narrows
+from mla_fx.readings.element import resolve as resolve
+from mla_fx.readings.index_scores import TOPK as TOPK
+from mla_fx.readings.index_scores import IndexScores as IndexScores
+from mla_fx.readings.index_scores import check_read_alone as check_read_alone
+from mla_fx.readings.index_scores import has_index_scores as has_index_scores
+from mla_fx.readings.index_scores import index_scores as index_scores
+from mla_fx.readings.log_sum_exp import LogSumExp as LogSumExp
+from mla_fx.readings.log_sum_exp import beside as beside
+from mla_fx.readings.log_sum_exp import log_sum_exp as log_sum_exp
+from mla_fx.readings.log_sum_exp import logarithms as logarithms
+from mla_fx.readings.low_rank import down_projection as down_projection
+from mla_fx.readings.low_rank import is_cached_per_head as is_cached_per_head
+from mla_fx.readings.low_rank import is_projected_from as is_projected_from
+from mla_fx.readings.low_rank import rank as rank
+from mla_fx.readings.low_rank import seems_low_rank as seems_low_rank
+from mla_fx.readings.merged_parts import Merge as Merge
+from mla_fx.readings.merged_parts import merge_before as merge_before
+from mla_fx.readings.merged_parts import merges as merges
+from mla_fx.readings.merged_sums import MergedSums as MergedSums
+from mla_fx.readings.merged_sums import ends_of_sums as ends_of_sums
+from mla_fx.readings.merged_sums import merged_sums as merged_sums
+from mla_fx.readings.paged import Paged as Paged
+from mla_fx.readings.paged import gathered_codes as gathered_codes
+from mla_fx.readings.reading import Reading as Reading
+from mla_fx.readings.reading import renamed as renamed
+from mla_fx.readings.rms_norm import RmsNorm as RmsNorm
+from mla_fx.readings.rms_norm import rms_norm as rms_norm
+from mla_fx.readings.rope import Rope as Rope
+from mla_fx.readings.rope import Table as Table
+from mla_fx.readings.rope import rope as rope
+from mla_fx.readings.same_value import are_neighbours as are_neighbours
+from mla_fx.readings.same_value import is_same as is_same
+from mla_fx.readings.same_value import joined as joined
+from mla_fx.readings.same_value import same_value as same_value
+from mla_fx.readings.selection import Selection as Selection
+from mla_fx.readings.selection import choices as choices
+from mla_fx.readings.selection import seems_chosen as seems_chosen
+from mla_fx.readings.selection import selection as selection
+from mla_fx.readings.sizes import Size as Size
+from mla_fx.readings.sizes import at_most as at_most
+from mla_fx.readings.sizes import product as product
+from mla_fx.readings.softmax import LOGARITHMS as LOGARITHMS
+from mla_fx.readings.views import fresh_index as fresh_index
+from mla_fx.readings.views import seams as seams
+from mla_fx.readings.views import shape_of as shape_of
+from mla_fx.readings.views import written_slice as written_slice

@@ -18,12 +18,12 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import Case
 from mla_fx.rule import Match, NearestMiss, Plan, Rule
-from mla_fx.rule.indices import axes
 from mla_fx.rule.operands import Expression, Inlined, merged, replacing, result, tensor
 from mla_fx.rule.readings import (
     CASTS,
     Merge,
     Reading,
+    axes,
     computed_between,
     merge_before,
     merges,

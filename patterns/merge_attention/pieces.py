@@ -23,20 +23,22 @@ from torch.fx import Node
 from mla_fx.ops.emitted.attention import aligned, as_mask
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.rule import NoMatch, Plan
-from mla_fx.rule.indices import axes, fresh_index, resolve
 from mla_fx.rule.operands import Call, Cast, Expression, Inlined, Replacement, result, tensor
 from mla_fx.rule.readings import (
     Element,
     are_neighbours,
     args_of,
+    axes,
     computed_from,
     computed_with,
     element_of,
+    fresh_index,
     is_same,
     joined,
     named_argument,
     options_of,
     positional,
+    resolve,
 )
 
 fused = torch.ops.mla_fx

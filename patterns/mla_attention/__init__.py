@@ -52,8 +52,6 @@ from mla_fx.rule import (
     rms_norm,
     var,
 )
-from mla_fx.rule.codes import quantised_product, quantised_up_projection, scaled_by
-from mla_fx.rule.indices import Axes, axes, product
 from mla_fx.rule.operands import (
     ByHoisting,
     Call,
@@ -68,6 +66,7 @@ from mla_fx.rule.operands import (
     merged,
     replacing,
     result,
+    scaled_by,
     tensor,
     times,
 )
@@ -75,6 +74,7 @@ from mla_fx.rule.readings import (
     LOGARITHMS,
     PRODUCTS,
     Attention,
+    Axes,
     Element,
     LogSumExp,
     MergedSums,
@@ -82,6 +82,7 @@ from mla_fx.rule.readings import (
     anchors,
     args_of,
     attention,
+    axes,
     beside,
     computed_between,
     computed_from,
@@ -91,6 +92,9 @@ from mla_fx.rule.readings import (
     is_coarser,
     merged_sums,
     parted_at,
+    product,
+    quantised_product,
+    quantised_up_projection,
     seems_low_rank,
     segments,
     weighted_sum,

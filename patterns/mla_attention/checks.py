@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mla_fx.rule import Match, NoMatch
-from mla_fx.rule.indices import at_most, product
 from mla_fx.rule.operands import check_is_causal
-from mla_fx.rule.readings import Attention, Element, down_projection, is_projected_from, rank
+from mla_fx.rule.readings import Attention, Element, at_most, down_projection, is_projected_from, product, rank
 
 SHARED = {"kv_cache": "the latent", "kr_cache": "k_rope"}  # by all heads
 

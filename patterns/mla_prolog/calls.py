@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from mla_fx.rule import Match, NoMatch
-from mla_fx.rule.codes import check_codes
 from mla_fx.rule.operands import Call, Expression
-from mla_fx.rule.readings import RmsNorm, Rope
+from mla_fx.rule.readings import RmsNorm, Rope, check_codes
 
 from .factors import factor_of_keys, query_factor, with_divided_tables
 from .prolog import MatchedLayer

@@ -6,9 +6,20 @@ import math
 from dataclasses import replace
 
 from mla_fx.rule import Match, NoMatch
-from mla_fx.rule.codes import codes_behind
-from mla_fx.rule.indices import Axis, axes_of, of_axis, renamed
-from mla_fx.rule.readings import Contraction, Element, RmsNorm, Rope, Table, computed_from, same_value
+from mla_fx.rule.readings import (
+    Axis,
+    Contraction,
+    Element,
+    RmsNorm,
+    Rope,
+    Table,
+    axes_of,
+    codes_behind,
+    computed_from,
+    of_axis,
+    renamed,
+    same_value,
+)
 
 
 def query_factor(match: Match, of_keys: float = 1.0) -> float:

@@ -30,17 +30,20 @@ from mla_fx.rule.caches import (
     replacing_cache,
     slots_by_target,
 )
-from mla_fx.rule.codes import PRODUCT, QuantisedTiles, quantised_tiles, rounded_in
-from mla_fx.rule.indices import of_axis
 from mla_fx.rule.operands import Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import (
+    PRODUCT,
     Element,
     OperandAxes,
+    QuantisedTiles,
     RmsNorm,
     args_of,
     element_of,
     is_coarser,
     named_argument,
+    of_axis,
+    quantised_tiles,
+    rounded_in,
     shape_of,
 )
 

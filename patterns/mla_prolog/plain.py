@@ -11,9 +11,8 @@ from torch.fx import Graph, Node
 
 from mla_fx.rule import Match, NoMatch, behind, either, stored
 from mla_fx.rule.caches import CacheRoles, CacheUpdate, cache_roles, check_same_write, new_cache, positions_and_caches
-from mla_fx.rule.indices import product
 from mla_fx.rule.operands import Call
-from mla_fx.rule.readings import element_of, named_argument, own_part, shape_of
+from mla_fx.rule.readings import element_of, named_argument, own_part, product, shape_of
 
 from .calls import CacheOperands, call
 from .dataflow import KV_LATENT, over

@@ -11,10 +11,8 @@ from torch.fx import Node
 
 from mla_fx.rule import Match, NoMatch, Plan, Rule
 from mla_fx.rule.caches import CacheRoles, replacing_cache
-from mla_fx.rule.codes import QuantisedTiles, QuantisedTokens
-from mla_fx.rule.indices import Axes
 from mla_fx.rule.operands import LATENT_ATTENTION, Call, Cast, Expression, Replacement, result, tables, tensor
-from mla_fx.rule.readings import Element, OperandAxes, RmsNorm, Rope
+from mla_fx.rule.readings import Axes, Element, OperandAxes, QuantisedTiles, QuantisedTokens, RmsNorm, Rope
 
 from .factors import query_scale
 from .weights import Caches, Weights

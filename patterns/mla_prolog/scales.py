@@ -13,10 +13,19 @@ import torch
 from torch.fx import Node
 
 from mla_fx.rule import Match, NoMatch
-from mla_fx.rule.codes import QuantisedTokens
-from mla_fx.rule.indices import Axes, Axis, axes, product
 from mla_fx.rule.operands import Expression, joined_parts, tensor
-from mla_fx.rule.readings import Contraction, Element, element_of, is_coarser, operands_of
+from mla_fx.rule.readings import (
+    Axes,
+    Axis,
+    Contraction,
+    Element,
+    QuantisedTokens,
+    axes,
+    element_of,
+    is_coarser,
+    operands_of,
+    product,
+)
 
 from .factors import because_of_keys
 from .weights import DKV_KR, PROJECTIONS, UQ_QR, Weights

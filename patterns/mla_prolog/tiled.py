@@ -28,10 +28,22 @@ from mla_fx.rule.caches import (
     check_same_write,
     slots_by_target,
 )
-from mla_fx.rule.codes import QUOTIENT, QuantisedTiles, QuantisedTokens, Scaling, quantised_tiles, rounded_in
-from mla_fx.rule.indices import Axis, product
 from mla_fx.rule.operands import Call, Expression, tensor
-from mla_fx.rule.readings import Element, RmsNorm, element_of, is_coarser, named_argument
+from mla_fx.rule.readings import (
+    QUOTIENT,
+    Axis,
+    Element,
+    QuantisedTiles,
+    QuantisedTokens,
+    RmsNorm,
+    Scaling,
+    element_of,
+    is_coarser,
+    named_argument,
+    product,
+    quantised_tiles,
+    rounded_in,
+)
 
 from .dataflow import KV_LATENT, over
 from .factors import query_factor

@@ -10,9 +10,18 @@ from torch.fx import Node
 
 from mla_fx.rule import Match, NoMatch
 from mla_fx.rule.caches import CacheRoles
-from mla_fx.rule.indices import Axes, axes
 from mla_fx.rule.operands import Expression, joined_parts, tensor
-from mla_fx.rule.readings import Contraction, Element, RmsNorm, Rope, computed_from, has_8_bits, is_parameter
+from mla_fx.rule.readings import (
+    Axes,
+    Contraction,
+    Element,
+    RmsNorm,
+    Rope,
+    axes,
+    computed_from,
+    has_8_bits,
+    is_parameter,
+)
 
 PARTS = ("weight_dq", "weight_uq", "weight_qr", "weight_uk", "weight_dkv", "weight_kr")
 PROJECTIONS = tuple(name for name in PARTS if name != "weight_uk")  # attention takes that as it is computed, too

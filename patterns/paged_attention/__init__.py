@@ -32,8 +32,6 @@ from mla_fx.cases import Case
 from mla_fx.ops.common.check import FLOATS
 from mla_fx.rule import AttentionPattern, Match, NearestMiss, NoMatch, Plan, Rule, contract, gathered, var
 from mla_fx.rule.caches import GATHERS, block_table
-from mla_fx.rule.codes import gathered_codes
-from mla_fx.rule.indices import Axes, Axis, axes, ordered, product
 from mla_fx.rule.operands import (
     Call,
     Expression,
@@ -47,7 +45,20 @@ from mla_fx.rule.operands import (
     tensor,
     times,
 )
-from mla_fx.rule.readings import Attention, Contraction, Paged, anchors, attention, is_coarser
+from mla_fx.rule.readings import (
+    Attention,
+    Axes,
+    Axis,
+    Contraction,
+    Paged,
+    anchors,
+    attention,
+    axes,
+    gathered_codes,
+    is_coarser,
+    ordered,
+    product,
+)
 
 from . import cases
 from .codes import channels, rounding

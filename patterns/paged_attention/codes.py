@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from mla_fx.rule import NoMatch
-from mla_fx.rule.indices import Axes
 from mla_fx.rule.operands import Expression, tensor
-from mla_fx.rule.readings import Dequantised, Element, is_coarser
+from mla_fx.rule.readings import Axes, Dequantised, Element, is_coarser
 
 CacheCodes = Sequence[Dequantised | None]  # of keys and of values; None if a cache holds no codes
 

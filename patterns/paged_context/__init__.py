@@ -17,18 +17,26 @@ from mla_fx.cases import Case
 from mla_fx.ops.emitted.codes import SCALES
 from mla_fx.rule import CallPattern, Match, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.caches import block_table, check_memory, is_looked_up, paged
-from mla_fx.rule.indices import Axes, Dims, axes_of, composite, fresh, leaves, renamed, resolve, without_digits
 from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import (
+    Axes,
+    Dims,
     Element,
     Paged,
     Reading,
+    axes_of,
+    composite,
     computed_between,
     element_of,
+    fresh,
     keywords,
+    leaves,
     named_argument,
     positional,
+    renamed,
+    resolve,
     shape_of,
+    without_digits,
 )
 
 from . import cases

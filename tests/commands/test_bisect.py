@@ -11,8 +11,7 @@ from torch import nn
 from mla_fx import cases
 from mla_fx.__main__ import main
 from mla_fx.commands import bisect as command
-from mla_fx.commands.answers import Answers
-from mla_fx.commands.bisect import bisect
+from mla_fx.commands.bisect import Answers, bisect
 
 STACK = """
 from mla_fx import cases

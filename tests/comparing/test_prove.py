@@ -21,9 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fx
 from mla_fx.cases import D, Layer, inputs
 from mla_fx.comparing import plans
-from mla_fx.comparing.equations import of_cuts, of_views
 from mla_fx.comparing.region import UncheckedError
-from mla_fx.comparing.small_sizes import small_sizes
+from mla_fx.comparing.small_sizes import of_cuts, of_views, small_sizes
 from mla_fx.debug.report import Report
 from mla_fx.driver import discovery
 from mla_fx.graph.provenance import RULE

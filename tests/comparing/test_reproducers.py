@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fx
 from mla_fx import cases
 from mla_fx.comparing import culprit, reproduce, reproducer, verify
-from mla_fx.comparing.samples import Like, like
+from mla_fx.comparing.reproduce import Like, like
 from mla_fx.comparing.verify import Verification
 from mla_fx.rewriting.emitter import Emitter
 

@@ -14,8 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx.ops  # noqa: F401  registers torch.ops.mla_fx
 from mla_fx.debug.dump import Dump
-from mla_fx.debug.graph_text import graph_text
-from mla_fx.debug.recorded import recorded
+from mla_fx.debug.graph_text import graph_text, recorded
 from mla_fx.debug.report import Miss, PassRecord, Report
 
 aten = torch.ops.aten

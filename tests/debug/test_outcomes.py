@@ -9,7 +9,7 @@ from expecttest import TestCase
 from rich.console import Console
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.debug.layers import kinds, layers_of
+from mla_fx.debug.dump import kinds, layers_of
 from mla_fx.debug.memory import MemoryUse
 from mla_fx.debug.outcomes import layer_of, outcomes_of, rows_of
 from mla_fx.debug.report import Miss, Report

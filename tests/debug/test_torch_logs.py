@@ -19,7 +19,7 @@ from torch._inductor.compiler_bisector import CompilerBisector
 
 import mla_fx
 from mla_fx.debug import recorder
-from mla_fx.driver import report_cache
+from mla_fx.driver import compile_caches
 from mla_fx.passes import absorb
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -94,7 +94,7 @@ def test_a_graph_from_a_warm_cache_has_its_report(decode, trace):
             run(*decode)
     *_, (_, first), (name, second) = trace.ours()
     first, second = json.loads(first), json.loads(second)
-    assert name == "mla_fx_report" and second.pop("notes") == [report_cache.FROM_CACHE, *first.pop("notes")]
+    assert name == "mla_fx_report" and second.pop("notes") == [compile_caches.FROM_CACHE, *first.pop("notes")]
     assert first.pop("made") <= second.pop("made")
     assert first == second and first["fused"] == {"mla_prolog": 1, "latent_attention": 1}
 

@@ -21,7 +21,7 @@ from torch._functorch import config as functorch_config
 import mla_fx
 from mla_fx.debug.memory import MemoryUse
 from mla_fx.debug.report import Miss, PassRecord, Report
-from mla_fx.driver import cache_key, cached_reports, compilation, report_cache
+from mla_fx.driver import compilation, compile_caches
 from mla_fx.graph.torch_compilers import cache_folder
 
 ROOT = Path(__file__).parents[2]
@@ -48,11 +48,11 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     assert first["fused"] == second["fused"] == {**ALL, "latent_output": 1}
     headline, _, *before, note = first["told"].splitlines()  # the second line says when it was compiled
     found, _, *after = second["told"].splitlines()
-    assert [found, *after] == [headline, *before, f"  {report_cache.FROM_CACHE}", note]
+    assert [found, *after] == [headline, *before, f"  {compile_caches.FROM_CACHE}", note]
     rule.write_text(f"# Changed.\n{rule.read_text()}")
     changed = start(cache, 3, rule.parent)
     assert (changed["counted"], changed["fused"]) == ({**MISS, "fxgraph_cache_hit": 1}, first["fused"])
-    assert report_cache.FROM_CACHE not in changed["told"]
+    assert compile_caches.FROM_CACHE not in changed["told"]
 
 
 # --- in one process, which forgets ------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_what_failed_is_tried_again(layer, monkeypatch):
     def fail(run, passes):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(cache_key, "source_hash", lambda: "of this test")
+    monkeypatch.setattr(compile_caches, "source_hash", lambda: "of this test")
     with monkeypatch.context() as planted, pytest.warns(mla_fx.MlaWarning, match="ZeroDivisionError: a bug"):
         planted.setattr(compilation, "run_pipeline", fail)
         assert "autograd_cache_miss" in anew(layer)
@@ -148,9 +148,9 @@ def test_without_a_report_a_graph_is_compiled_anew(layer, text):
         saved.unlink() if text is None else saved.write_text(text)
     assert anew(layer) == {"autograd_cache_hit": 1, "fxgraph_cache_hit": 2}
     assert mla_fx.last_report().fused == ALL
-    assert report_cache.FROM_CACHE not in mla_fx.last_report().notes
+    assert compile_caches.FROM_CACHE not in mla_fx.last_report().notes
     assert anew(layer) == HIT
-    assert report_cache.FROM_CACHE in mla_fx.last_report().notes
+    assert compile_caches.FROM_CACHE in mla_fx.last_report().notes
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(layer, monkeypatch):
     def refuse(self, text):
         raise PermissionError(self)
 
-    monkeypatch.setattr(cache_key, "source_hash", lambda: "of a read-only folder")
+    monkeypatch.setattr(compile_caches, "source_hash", lambda: "of a read-only folder")
     monkeypatch.setattr(Path, "write_text", refuse)
     anew(layer)
     assert anew(layer)["autograd_cache_hit"] == 1
@@ -215,8 +215,8 @@ def test_reports_are_kept_whole():
         memory = MemoryUse(1, None, 2, 3, 4, 0)
         return Report({"mla_prolog": 1}, {"rope": 2}, [miss], [record], target="inductor", memory=[memory], **parts)
 
-    kept = report_cache.from_text(report_cache.as_text(reported(hindrances=["training"], is_training=True)))
-    assert kept == reported(notes=[report_cache.FROM_CACHE], hindrances=["training"], is_training=True)
+    kept = compile_caches.from_text(compile_caches.as_text(reported(hindrances=["training"], is_training=True)))
+    assert kept == reported(notes=[compile_caches.FROM_CACHE], hindrances=["training"], is_training=True)
     assert str(kept.passes[0].fired) == "Counter({'mla_prolog': 1})"
 
 
@@ -237,14 +237,14 @@ def with_pass(graph_pass, layer):
 @pytest.mark.parametrize("has_both_caches", [False, True], ids=["inductor", "autograd"])
 def test_a_pass_reports_what_comes_from_a_cache(layer, has_both_caches, monkeypatch):
     """Once for each compilation, and for all who count."""
-    monkeypatch.setattr(cache_key, "source_hash", lambda: f"of this test, {has_both_caches}")
+    monkeypatch.setattr(compile_caches, "source_hash", lambda: f"of this test, {has_both_caches}")
     first, second = mla_fx.MlaPass(), mla_fx.MlaPass()
     with functorch_config.patch(enable_autograd_cache=has_both_caches):
         assert not with_pass(first, layer)
         for _ in range(2):
             with mla_fx.expecting(mla_prolog=1, latent_attention=1), mla_fx.report() as report:
                 assert with_pass(second, layer)
-            notes = [report_cache.FROM_CACHE, *first.report.notes]
+            notes = [compile_caches.FROM_CACHE, *first.report.notes]
             assert report.fused == second.report.fused == mla_fx.last_report().fused == ALL
             assert report.notes == second.report.notes == notes
     with pytest.raises(mla_fx.FusionError, match=r"expected \{'mla_prolog': 2\}"), mla_fx.expecting(mla_prolog=2):
@@ -253,17 +253,17 @@ def test_a_pass_reports_what_comes_from_a_cache(layer, has_both_caches, monkeypa
 
 @pytest.mark.slow
 def test_a_pass_says_that_a_report_is_lost(layer, monkeypatch):
-    monkeypatch.setattr(cache_key, "source_hash", lambda: "of a lost report")
+    monkeypatch.setattr(compile_caches, "source_hash", lambda: "of a lost report")
     graph_pass = mla_fx.MlaPass()
     assert not with_pass(graph_pass, layer)
     for saved in (cache_folder() / "mla_fx").iterdir():
         saved.unlink()
     assert with_pass(graph_pass, layer)
-    assert (graph_pass.report.fused, graph_pass.report.notes) == ({}, [cached_reports.LOST])
+    assert (graph_pass.report.fused, graph_pass.report.notes) == ({}, [compile_caches.LOST])
 
 
 def test_a_pass_warns_again(monkeypatch):
-    monkeypatch.setattr(cache_key, "source_hash", lambda: "of a training graph")
+    monkeypatch.setattr(compile_caches, "source_hash", lambda: "of a training graph")
     for is_found in (0, 1):
         torch._dynamo.reset()
         counted()

@@ -17,7 +17,7 @@ from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
 
 import mla_fx
-from mla_fx.driver import cache_key, discovery
+from mla_fx.driver import compile_caches, discovery
 from mla_fx.passes.pipeline import PIPELINE
 from mla_fx.rule import Rule, Stage
 
@@ -70,12 +70,12 @@ def told_while(compile):
 
 
 def test_the_rules_of_a_registered_folder_are_applied_and_can_be_disabled(tmp_path):
-    before, plain = cache_key.source_hash(), names()
+    before, plain = compile_caches.source_hash(), names()
     mla_fx.register_patterns(folder_of(tmp_path / "mine", stages="STAGE = 'cache'", own_rule=RULE))
     assert sorted(names()) == sorted([*plain, "own_rule"])
-    mine = cache_key.source_hash()
+    mine = compile_caches.source_hash()
     mla_fx.register_patterns(str(tmp_path / "mine"))
-    assert (sorted(names()), cache_key.source_hash()) == (sorted([*plain, "own_rule"]), mine)
+    assert (sorted(names()), compile_caches.source_hash()) == (sorted([*plain, "own_rule"]), mine)
     assert mine != before
     mla_fx.get_backend(disable="own_rule")
 
@@ -99,11 +99,11 @@ def test_a_registered_rule_fuses(tmp_path):
 def test_files_that_are_added_are_found_when_the_folder_is_registered_again(tmp_path):
     folder = folder_of(tmp_path / "mine", stages="STAGE = 'cache'")
     mla_fx.register_patterns(folder)
-    before = cache_key.source_hash()
+    before = compile_caches.source_hash()
     folder_of(folder, own_rule=RULE)
     mla_fx.register_patterns(folder)
     assert "own_rule" in names()
-    assert cache_key.source_hash() != before
+    assert compile_caches.source_hash() != before
 
 
 def test_two_folders_may_each_have_a_file_of_that_name_to_share(tmp_path):
@@ -239,14 +239,14 @@ def test_what_is_kept_is_not_what_was_compiled_with_a_file_at_fault(tmp_path):
     """The file is the same; what it imports exists the next time."""
     folder = folder_of(tmp_path / "mine", stages="STAGE = 'cache'", own_rule=f"import own_dependency\n{RULE}")
     mla_fx.register_patterns(folder)
-    before = cache_key.source_hash()
+    before = compile_caches.source_hash()
     sys.modules["own_dependency"] = warnings
     try:
         mla_fx.register_patterns(folder)
         assert "own_rule" in names()
     finally:
         del sys.modules["own_dependency"]
-    assert cache_key.source_hash() != before
+    assert compile_caches.source_hash() != before
 
 
 def test_a_rule_is_refused_where_it_is_made():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mla_fx.graph.aliasing import may_share, owner, readers, surely_shares
+from mla_fx.graph.schemas import may_share, owner, readers, surely_shares
 from mla_fx.graph.torch_private import make_fx
 
 pytestmark = pytest.mark.usefixtures("no_gradients")

@@ -1,6 +1,6 @@
 """Every change of a graph is that of a plan, which was proved before."""
 
-from mla_fx.graph.aliasing import written
+from mla_fx.graph.schemas import written
 from mla_fx.passes import prove
 from mla_fx.passes.run import Pass
 from mla_fx.rewriting.emitter import Emitter

@@ -7,7 +7,7 @@ import torch
 
 import mla_fx
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.passes import read_ahead
+from mla_fx.passes import hoist
 from npu import models
 from npu.calls import BF16, BLOCKS, DR, HCKV, PAGE, D, in_nz, kv_call, pages
 from npu.copies import KEY_SIDE, PROLOG, check_nothing_is_copied
@@ -34,14 +34,14 @@ def test_decode_step(captured, dynamic):
 def test_lengths_that_stay_as_captured_are_noticed(captured, monkeypatch):
     """What the graph's first run read would be wrong in the next."""
     first = []
-    read = read_ahead.HostNumbers.inputs
+    read = hoist.HostNumbers.inputs
 
     def stale(numbers, given):
         count = len(given)
         first[:] = first or read(numbers, given)[count:]
         return [*given, *first]
 
-    monkeypatch.setattr(read_ahead.HostNumbers, "inputs", stale)
+    monkeypatch.setattr(hoist.HostNumbers, "inputs", stale)
     model, prompts = models.model(), [models.prompt(1, seed=seed) for seed in range(3)]
     with pytest.raises(AssertionError, match=r"^\(\["):
         models.check_as_exact_as_eager(model, compiled(model), models.static_cache, prompts)

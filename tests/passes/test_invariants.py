@@ -5,8 +5,8 @@ import operator
 import pytest
 import torch
 
-from mla_fx.graph.aliasing import written
-from mla_fx.passes.invariants import check, old_readers
+from mla_fx.graph.schemas import written
+from mla_fx.passes.run import check, old_readers
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -6,7 +6,7 @@ from mla_fx.lowering.ascend.fused_infer_attention_score import READ, on_host
 from mla_fx.lowering.ascend.limits import Surface
 
 from mla_fx.graph.torch_private import make_fx
-from mla_fx.passes import read_ahead as ahead
+from mla_fx.passes import hoist
 from mla_fx.rewriting.emitter import Emitter
 
 aten, own = torch.ops.aten, torch.ops.mla_fx_ascend
@@ -18,7 +18,7 @@ def traced(function, *given):
 
 
 def read_ahead(graph, operators):
-    return ahead.read_ahead(graph, operators, lambda emit, _, plan: Emitter.apply(emit, plan))
+    return hoist.read_ahead(graph, operators, lambda emit, _, plan: Emitter.apply(emit, plan))
 
 
 def run(module, numbers, *given):

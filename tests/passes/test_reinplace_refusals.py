@@ -8,7 +8,7 @@ from lib.traced import B, S, T, dense
 from lib.writes import copied_back, fused, scaled
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fx.graph.aliasing import may_share, surely_shares
+from mla_fx.graph.schemas import may_share, surely_shares
 from mla_fx.passes.reinplace import reinplace
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ ROOT = Path(inspect.getfile(mla_fx)).parent
 PATTERNS = Path(inspect.getfile(type(discovery.rules()[0]))).parent
 READINGS = [path for path in Path(readings.__path__[0]).rglob("*.py") if path.stem != "sizes"]  # which sees no nodes
 WORDS = [ROOT / "matching" / f"{name}.py" for name in ("match", "pattern", "words")]
-OPERANDS = [ROOT / "rewriting" / f"{name}.py" for name in ("caches", "joined", "masks", "materialize", "tables")]
+OPERANDS = [ROOT / "rewriting" / f"{name}.py" for name in ("caches", "materialize", "operands")]
 FILES = sorted({*PATTERNS.rglob("*.py"), *READINGS, *WORDS, *OPERANDS})
 
 # Arguments are read and recorded here.

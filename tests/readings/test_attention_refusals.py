@@ -12,7 +12,7 @@ from mla_fx.readings.attention import Causal, anchors, attention
 from mla_fx.readings.axes import axes_of
 from mla_fx.readings.causal import CausalByPosition, causal_by_position
 from mla_fx.readings.element import Element
-from mla_fx.rewriting.masks import check_is_causal, mask_operands
+from mla_fx.rewriting.operands import check_is_causal, mask_operands
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from mla_fx.readings.gathered import own_part
+from mla_fx.readings.concatenation import own_part
 
 pytest.importorskip("torch.distributed._functional_collectives")  # which declares the operators
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional

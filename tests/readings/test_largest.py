@@ -5,7 +5,7 @@ import torch
 from lib.traced import Traced, dense
 
 from mla_fx.errors import NoMatch
-from mla_fx.readings.codes.largest import largest
+from mla_fx.readings.codes.tokens import largest
 from mla_fx.readings.element import resolve
 from mla_fx.readings.views import fresh_index
 

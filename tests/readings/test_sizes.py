@@ -9,8 +9,8 @@ from torch.fx import Graph
 
 from mla_fx.graph.torch_private import make_fx
 from mla_fx.readings import sizes
+from mla_fx.readings.equal_sizes import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.sizes import at_most, floor_division, ratio, remainders, size_facts, size_of
-from mla_fx.readings.unproved import AT_MOST, MULTIPLE, unproved
 from mla_fx.readings.views import shape_of
 
 

@@ -9,8 +9,8 @@ from lib.traced import refused
 from mla_fx.readings.axes import axes, of_axis
 from mla_fx.readings.element import Element
 from mla_fx.rewriting.emitter import Emitter
-from mla_fx.rewriting.masks import joined_masks
 from mla_fx.rewriting.materialize import tensor
+from mla_fx.rewriting.operands import joined_masks
 
 SIZES = [sympy.Symbol(name, integer=True, positive=True) for name in "mn"]
 TENSORS = {  # an element, and the dimensions to lay it out along

@@ -2,11 +2,9 @@
 
 whole_numbers.py  what is rounded, clamped and cast to codes, and which numbers are kept on the way
 tokens.py         codes that the program computes, with a scale per row of a value, from the largest of it
-tiles.py          the same for tiles of a row, as kernels compute them to the last bit
+tiles.py          the same for tiles of a row, as kernels compute them to the last bit; also in rows of bytes
 given.py          codes in int8 with a scale that is given
-largest.py        the largest magnitude of a value over some dimensions
 dequantised.py    numbers that are computed from codes, a scale and an offset
 products.py       products whose operands carry scales, and values that are multiplied by smaller tensors
-packed_rows.py    rows of bytes: codes, a key and scales
 vendor_calls.py   Ascend's own operators for quantised values, where a program calls them
 """

@@ -1,4 +1,4 @@
-"""Tokens that the program quantises: codes, and a scale for each token.
+"""Tokens that the program quantises: codes, and a scale for each token. The largest magnitude is read in any spelling.
 
     m = max |value| over the columns,   codes = round(value * steps / m),   scale = m / steps
 
@@ -6,12 +6,12 @@ A program may clip values to a part of their largest one, `m = part * max |value
 clipped values.
 
 Kernels have 127 steps and compute in float32. Codes of a program that does not may differ from theirs by 1; then
-`differences` says why.
-"""
+`differences` says why."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,12 +24,20 @@ from mla_fx.graph.provenance import name_of
 from mla_fx.readings.algebra import as_product
 from mla_fx.readings.axes import Index
 from mla_fx.readings.bounds import Clipped, bounded, clipped
-from mla_fx.readings.calls import DIVIDES, MULTIPLIES
-from mla_fx.readings.element import Element, computed_between, is_coarser, is_parameter, narrows, operand
-from mla_fx.readings.read_along import read_along
-from mla_fx.readings.same_value import same_value
+from mla_fx.readings.calls import DIVIDES, MULTIPLIES, args_of, argument
+from mla_fx.readings.contraction import reduced
+from mla_fx.readings.element import (
+    Element,
+    computed_between,
+    is_coarser,
+    is_parameter,
+    narrows,
+    operand,
+    operands,
+    resolve,
+)
+from mla_fx.readings.same_value import read_along, same_value
 
-from .largest import largest
 from .vendor_calls import dynamic_quant, is_dynamic_quant
 from .whole_numbers import Codes, WholeNumbers, whole_numbers
 
@@ -39,6 +47,7 @@ NEAR_STEPS = (STEPS, 127.5)
 MOST_CALLS = 20  # between a scale and a maximum
 ARITHMETIC = MULTIPLIES | DIVIDES | {aten.reciprocal.default}
 OTHER_VALUES = "the codes of tokens are divided by the largest of other values"
+Largest = tuple[Element, tuple[Index, ...]]
 
 
 class ClippedTo(NamedTuple):
@@ -208,3 +217,66 @@ def rounded_in(what: str, start: Node, stops: set[Node]) -> Iterator[str]:
         if is_narrow and (node.target in ARITHMETIC or narrows(node)):
             yield f"{what} in {value.dtype}, in a kernel in torch.float32"
             return
+
+
+def largest(element: Element) -> Largest:
+    """The value whose largest magnitude this is, and the indices that it is taken over. Raises NoMatch if there is
+    none."""
+    node, index = element.node, element.index
+    if node.target is aten.linalg_vector_norm.default and argument(node, 1, "ord", 2) == math.inf:
+        return _reduced(node, index, dim_at=2)
+    if node.target is aten.maximum.default:
+        return _of_both_ends(element)
+    value, over = _end(element, aten.amax.default, aten.max.dim, place=1)
+    if value.origin.target is not aten.abs.default:
+        raise NoMatch(f"expected the largest magnitude, found the largest {name_of(value.origin)}", value.origin)
+    number, value = value.apart()
+    if number < 0:
+        raise NoMatch("expected the largest magnitude, found a negative one", value.origin)
+    return resolve(args_of(value.node)[0], value.index, number), over
+
+
+def _of_both_ends(element: Element) -> Largest:
+    """`max(-smallest, largest)`, where either may be bounded by zero first."""
+    negative = [side for side in operands(element) if side.factor < 0]
+    positive = [side for side in operands(element) if side.factor > 0]
+    if len(negative) != 1 or len(positive) != 1 or -negative[0].factor != positive[0].factor:
+        raise NoMatch("expected the largest magnitude, found another maximum", element.origin)
+    number, high = positive[0].apart()
+    low = negative[0].apart()[1]
+    bottom, over = _end(_unbounded(low, aten.minimum.default), aten.amin.default, aten.min.dim, place=0)
+    top, others = _end(_unbounded(high, aten.maximum.default), aten.amax.default, aten.max.dim, place=1)
+    same = {other.axis: part for other, part in zip(others, over, strict=False) if other.axis is not None}
+    if len(others) != len(over) or bottom.factor < 0 or top.at(same) != bottom:
+        raise NoMatch("expected the largest magnitude, found the ends of two values", element.origin)
+    return bottom.times(number), over
+
+
+def _unbounded(element: Element, bound: object) -> Element:
+    """An end before it is bounded by zero: which end it is decides the sign of the magnitude, not its size."""
+    node = element.node
+    if node.target is not bound:
+        return element
+    found = bounded(node)
+    if found is None or 0.0 not in found[1]:
+        raise NoMatch(f"expected a bound of zero, found {name_of(node)}", node)
+    return operand(found[0], element.index)
+
+
+def _end(element: Element, reduction: object, with_places: object, *, place: int) -> Largest:
+    """What one end, the smallest or the largest, is taken of."""
+    node = element.node
+    if node.target is reduction:
+        return _reduced(node, element.index)
+    if node.target is operator.getitem:
+        source, number = args_of(node)
+        if source.target is with_places and number == 0:
+            return _reduced(source, element.index)
+        if source.target is aten.aminmax.default and number == place:
+            return _reduced(source, element.index)
+    raise NoMatch(f"expected a largest value, found {name_of(node)}", node)
+
+
+def _reduced(node: Node, index: tuple[Index, ...], dim_at: int = 1) -> Largest:
+    source, read, over = reduced(node, index, dim_at)
+    return resolve(source, read), over

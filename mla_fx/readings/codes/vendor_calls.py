@@ -23,7 +23,7 @@ from mla_fx.readings.axes import Index, fresh
 from mla_fx.readings.calls import args_of, argument, named_argument
 from mla_fx.readings.contraction import BIAS, Contraction, matmul
 from mla_fx.readings.element import Element, Scales, operand, resolve
-from mla_fx.readings.read_along import read_along
+from mla_fx.readings.same_value import read_along
 from mla_fx.readings.sizes import product
 from mla_fx.readings.views import shape_of
 

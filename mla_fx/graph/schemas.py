@@ -1,11 +1,12 @@
-"""Aliasing: views, from the operators' schemas, and what reads or writes through them."""
+"""What the operators' schemas say of calls: the names of arguments, which values share memory as views do, and what
+reads or writes through them."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -29,6 +30,26 @@ BY_STRIDES = frozenset(
 COPIES = frozenset({aten.copy_.default, aten.copy.default})
 # Views by their schema that copy if the strides of the source do not allow a view.
 MAY_COPY = frozenset({"reshape", "reshape_as", "contiguous", "flatten", "ravel", "to", "type_as"})
+
+
+class Call(Protocol):
+    """A node, or a call that is not in a graph yet."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+def named_arguments(call: Call) -> Iterator[tuple[str, Any]]:
+    """The arguments that are given; those of a function without a schema have no names."""
+    names = names_of(call.target) if isinstance(call.target, OpOverload) else ("",) * len(call.args)
+    yield from zip(names, call.args, strict=False)
+    yield from call.kwargs.items()
+
+
+@functools.cache
+def names_of(target: OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in target._schema.arguments)
 
 
 def may_share(node: Node) -> list[Node]:

@@ -1,14 +1,33 @@
-"""Writes the pages of dumped graphs anew, and a page that lists them."""
+"""Writes pages anew: the tables of docs/coverage.md, which say what fuses in every family, spelling and quantised
+model; and the pages of dumped graphs, with one that lists them."""
 
 from __future__ import annotations
 
 import html
+import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-from mla_fx.debug.page import page
+import mla_fx
+from mla_fx.commands import CommandError
+from mla_fx.debug import require
+from mla_fx.debug.dump import page
 
-from .errors import CommandError
+PROGRAM = "coverage_table"
+
+
+def run_coverage(only: str) -> int:
+    """Run the program next to the zoo, in the tests, and return its exit status. `only` names one line."""
+    require("transformers")
+    require("rich")
+    tests = Path(mla_fx.__file__).parents[1] / "tests"
+    if not (tests / PROGRAM).is_dir():
+        raise CommandError(f"the models of the table are in the repository, not in the package; {tests} has none.")
+    if importlib.util.find_spec("torchao") is None:
+        raise CommandError("this needs torchao to quantise models; pip install -e '.[test]' brings it.")
+    return subprocess.run([sys.executable, "-m", f"tests.{PROGRAM}", "--only", only], cwd=tests.parent).returncode
 
 
 def run_report(folder: Path) -> Path:
