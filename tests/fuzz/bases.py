@@ -174,8 +174,9 @@ DTYPES = (torch.float16, torch.float16, torch.bfloat16, torch.float16, torch.flo
 
 
 def is_rounded(name: str) -> bool:
-    """Whether a base is also one of fewer digits: not of complex numbers, nor if they decide which keys are chosen."""
-    return not name.startswith("indexed") and "complex" not in name and "conjugated" not in name
+    """Whether a base is also one of fewer digits: not of complex numbers or of the bytes of numbers, nor if they decide
+    which keys are chosen."""
+    return not name.startswith(("indexed", "rows of bytes")) and "complex" not in name and "conjugated" not in name
 
 
 PAIRS = tuple((base, base.twin)[:: 1 if place % 2 else -1] for place, base in enumerate(LAYERS))
