@@ -12,9 +12,11 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on, first_result
 from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
 from mla_fx.ops.emitted.attention import share
+from mla_fx.ops.emitted.chosen_rows import over_rows
 from mla_fx.ops.emitted.codes import CODES, dtype_of, kind_of
 from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
 from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.latent_attention_with_lse import of_queries
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
@@ -51,6 +53,8 @@ def _library() -> Any:
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
     """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
+    if a.indices is not None:
+        return of_queries(run(over_rows(a)), a.query)
     if dtype_of(a) not in DTYPES or not is_built():  # the check of a rewrite computes in float64
         return latent_attention.body(a), latent_attention_with_lse.body(replace(a, sinks=None))[1]
     out, lse = results(a)

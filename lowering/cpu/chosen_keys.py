@@ -10,9 +10,8 @@ from mla_fx.ops.common.lean import define_lean_on, first_result
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.emitted import chosen_rows, latent_attention, mla_attention
 from mla_fx.ops.emitted.attention import as_mask, masked
-from mla_fx.ops.emitted.chosen_rows import check_numbers, over_rows
+from mla_fx.ops.emitted.chosen_rows import check_numbers
 from mla_fx.ops.emitted.kernel_operands import results
-from mla_fx.ops.emitted.latent_attention_with_lse import of_queries
 from mla_fx.ops.emitted.pages import context_of
 
 from . import attention_over_rows, prompts
@@ -40,11 +39,7 @@ def run(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
     check_numbers(a.indices, context)
     if context < chosen_rows.PAYS * a.indices.shape[-1]:
         return attention_over_rows.run(of_latents(a))
-    return run_chosen(a)
-
-
-def run_chosen(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
-    return of_queries(attention_over_rows.run(over_rows(a)), a.query)
+    return attention_over_rows.run(a)
 
 
 def run_prompt(a: mla_attention.Arguments) -> Tensor:
@@ -54,7 +49,7 @@ def run_prompt(a: mla_attention.Arguments) -> Tensor:
     check_numbers(a.indices, context)
     is_checked = a.q_nope.dtype not in DTYPES  # a rewrite, with numbers that may name a key twice
     if is_checked or context >= mla_attention.fewest(a.indices.shape[-1], a.q_nope.shape[2]):
-        return mla_attention.by_rows(a, first_result(run_chosen))
+        return mla_attention.by_rows(a, first_result(attention_over_rows.run))
     if a.q_nope.shape[1] <= a.max_absorbed_tokens:
         return mla_attention.by_rows(a, first_result(run))
     return prompts.in_parts(chosen_rows.over_all(a))

@@ -23,7 +23,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
 
 
 def attend_chosen(a: Arguments) -> Tensor:
-    """Each query is a sequence of its own, whose pages are the rows that it chose."""
+    """Each query is a sequence of its own, whose pages are the rows that it chose. Their places are compiled code."""
     return attend(over_rows(a)).view(a.query.shape)
 
 

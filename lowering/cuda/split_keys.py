@@ -16,9 +16,11 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on, first_result
+from mla_fx.ops.emitted.chosen_rows import over_rows
 from mla_fx.ops.emitted.codes import CODES, kind_of
 from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
 from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.latent_attention_with_lse import of_queries
 from mla_fx.ops.emitted.pages import context_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -214,6 +216,8 @@ def check_served(kv_cache: Tensor, tokens: int) -> None:
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
     """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
+    if a.indices is not None:
+        return of_queries(run(over_rows(a)), a.query)
     out, lse = results(a)
     if out.numel() == 0:
         return out, lse

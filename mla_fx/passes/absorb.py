@@ -24,7 +24,7 @@ from mla_fx.errors import ByDesign
 from mla_fx.graph.provenance import ORIGINS
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.ops.common.machine import multiplies_tiles
-from mla_fx.readings.calls import args_of, named_argument
+from mla_fx.readings.calls import args_of, named_argument, positional
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.draft import Change, Draft
@@ -81,7 +81,7 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply)
         _limit(node, emit, ALWAYS, apply)
         raise ByDesign(f"{UNABSORBED}: absorbed, it might leave the range of torch.float16", node)
     with emit.at(node, "absorb"):
-        absorbed, weight_uv = _absorbed(node, emit, *args_of(node)), args_of(node)[5]
+        absorbed, weight_uv = _absorbed(node, emit), args_of(node)[5]
         pairs = [
             (old, new if _is_sum(old) else emit.inlined(expand_output, new, weight_uv))  # contiguous, as the node's is
             for old, new in _results(node, absorbed, emit)
@@ -131,9 +131,9 @@ def _is_sum(result: Node) -> bool:
     return result.target is operator.getitem and args_of(result)[1] == 1
 
 
-def _absorbed(node: Node, emit: Emitter, *operands: Node) -> Draft | Node:
+def _absorbed(node: Node, emit: Emitter) -> Draft | Node:
     """Attention over the latents, before its result is expanded."""
-    q_nope, q_rope, kv_cache, kr_cache, weight_uk, _, *masks = operands
+    q_nope, q_rope, kv_cache, kr_cache, weight_uk, _, *masks, _ = positional(node).values()  # the last are lens
     options = {name: value for name, value in node.kwargs.items() if name != LIMIT}
     query = emit.inlined(absorb_query, q_nope, weight_uk)
     return emit.call(ABSORBED[node.target], query, q_rope, kv_cache, kr_cache, *masks, **options)
