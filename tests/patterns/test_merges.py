@@ -377,3 +377,22 @@ def test_pieces_whose_logarithms_are_read():
     found, report = compiled(Pieces("bool", merge=merge), rows())
     assert report.fused == {"latent_attention": 3, "merge_attention": 1}, str(report)
     torch.testing.assert_close(found, Pieces("bool", merge=merge)(*rows()), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["mask", "indices"])
+def test_pieces_in_which_keys_are_chosen_are_not_joined(name):
+    """Their numbers count from the start of each piece."""
+    query, kv_cache, _ = arguments(parts=1)
+    value = {"mask": torch.ones(1, dtype=torch.bool), "indices": torch.tensor([2, 0]).expand(B, S, 1, 2)}[name]
+
+    def merged(query, latents, value):
+        options = {"mask": None, "scale": 0.3, name: value}
+        halves = latents.split(T // 2, 1)
+        parts = [torch.ops.mla_fx.latent_attention.with_lse(query, None, half, None, **options) for half in halves]
+        return torch.ops.mla_fx.merge_attention(*map(list, zip(*parts, strict=True)))
+
+    torch._dynamo.reset()
+    found = torch.compile(merged, backend=mla_fx.get_backend(target="reference"))(query, kv_cache[0], value)
+    torch.testing.assert_close(found, merged(query, kv_cache[0], value), rtol=1e-12, atol=1e-12)
+    apart = {"sparse_latent_attention": 2, "merge_attention": 1}
+    assert mla_fx.last_report().fused == (apart if name == "indices" else {"latent_attention": 1})

@@ -1,5 +1,7 @@
 """Packed sequences that attend to themselves alone: they are one call, and near twins are not."""
 
+import functools
+
 import pytest
 import torch
 from lib.layers import QUIET
@@ -7,6 +9,7 @@ from torch import nn
 
 import mla_fx
 from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted import mla_attention
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
 N, D, DR, DV, R = 3, 8, 4, 6, 16
@@ -239,10 +242,10 @@ def test_one_sequence_is_not_packed():
 
 def test_targets_may_refuse(monkeypatch):
     from mla_fx.lowering import reference
-    from mla_fx.lowering.ascend.operators import mla_attention
+    from mla_fx.lowering.ascend.operators.mla_attention import PACKED
 
     def refuse(*args, **options):
-        raise NoMatch(mla_attention.PACKED)
+        raise NoMatch(PACKED)
 
     operator = torch.ops.mla_fx.mla_attention.default
     monkeypatch.setattr(reference.Reference, "runs_operators", False)
@@ -250,3 +253,14 @@ def test_targets_may_refuse(monkeypatch):
     assert fused(Prompts, LENS) == APART
     with pytest.raises(NoMatch, match="attended to one by one"):
         refuse()
+
+
+@pytest.mark.parametrize("absorb", ["auto", "always"])
+@pytest.mark.parametrize("target", ["reference", "inductor"])
+def test_a_users_packed_call_is_not_absorbed(target, absorb):
+    args, options = mla_attention.packed(torch.float64, 0, {"scale": 0.3, "is_causal": True}, 3, 1, 5)
+    call = functools.partial(torch.ops.mla_fx.mla_attention, **options)
+    torch._dynamo.reset()
+    found = torch.compile(call, backend=mla_fx.get_backend(target=target, absorb=absorb))(*args)
+    torch.testing.assert_close(found, call(*args), rtol=1e-12, atol=1e-12)
+    assert mla_fx.last_report().fused == {"packed_mla_attention": 1}
