@@ -19,7 +19,7 @@ from .attention_over_rows import DTYPES
 
 
 def of_latents(a: latent_attention.Arguments) -> latent_attention.Arguments:
-    """The same as attention to all keys under a mask. It adds the logarithm of how often each key is chosen."""
+    """Turn a call into attention to all keys. Its mask adds the logarithm of how often each key is chosen."""
     assert a.indices is not None, "keys are chosen"
     keys, context = a.indices.squeeze(2).long(), context_of(a.kv_cache, a.block_table)
     counts = a.query.new_zeros(*keys.shape[:2], context + 1, dtype=accumulation_dtype(a.query.dtype))
@@ -33,7 +33,7 @@ def of_latents(a: latent_attention.Arguments) -> latent_attention.Arguments:
 
 
 def run(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
-    """The same as latent_attention, and its logarithms."""
+    """Compute latent_attention and the logarithms of its sums."""
     assert a.indices is not None, "keys are chosen"
     context = context_of(a.kv_cache, a.block_table)
     check_numbers(a.indices, context)
@@ -43,7 +43,7 @@ def run(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
 
 
 def run_prompt(a: mla_attention.Arguments) -> Tensor:
-    """The same as mla_attention."""
+    """Compute mla_attention over the chosen rows or, if most keys are chosen, over all."""
     assert a.indices is not None, "keys are chosen"
     context = context_of(a.kv_cache, a.block_table)
     check_numbers(a.indices, context)

@@ -17,20 +17,8 @@ from .common.define import Operator, Sample, define
 from .common.sample import Sampler
 
 __all__ = [
-    "FORMS",
-    "Operator",
-    "Sample",
-    "Sampler",
-    "catalogue",
-    "check_dtype",
-    "check_letters",
-    "check_rank",
-    "check_shape",
-    "check_tensors",
-    "check_values",
-    "define",
-    "form",
-    "names",
+    "FORMS", "Operator", "Sample", "Sampler", "catalogue", "check_dtype", "check_letters", "check_rank", "check_shape",
+    "check_tensors", "check_values", "define", "form", "names",
 ]  # fmt: skip
 
 FORMS = {"indices": "sparse", "lens": "packed"}  # arguments that give a call another name

@@ -118,7 +118,7 @@ def check_numbers(indices: Tensor, context: int) -> None:
 def chosen(
     args: tuple[Any, ...], options: dict[str, Any], context: int = 5, count: int = 4
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with `count` keys for each query. The last is none, as are all of one row."""
+    """Let each query of a call choose `count` keys. The last place has no key, and one row has none at all."""
     batch, steps = args[0].shape[:2]
     draw = torch.Generator().manual_seed(steps)
     indices = torch.rand(batch, steps, 1, context, generator=draw).argsort(-1)[..., :count]

@@ -24,8 +24,8 @@ def sequences(a: Any) -> Iterator[Any]:
     def own(rows: Tensor | None) -> Sequence[Any]:
         return [None] * len(a.lens) if rows is None else torch.split(rows, a.lens, 1)
 
-    for q_nope, q_rope, *caches in zip(*map(own, (a.q_nope, a.q_rope, a.kv_cache, a.kr_cache)), strict=True):
-        kv_cache, kr_cache = caches
+    rows = map(own, (a.q_nope, a.q_rope, a.kv_cache, a.kr_cache))
+    for q_nope, q_rope, kv_cache, kr_cache in zip(*rows, strict=True):
         yield replace(a, q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=None)
 
 
