@@ -93,7 +93,7 @@ def graph(inputs):
     #   cases.py: expand_1 cat_2
     #   cases.py: cat_3 transpose_2 expand_2 view_7 expand_3 view_8 bmm view_9 mul_8 add_4
     #   cases.py: _softmax expand_4 view_10 expand_5 clone _unsafe_view_4 bmm_1
-    latent_attention_default = mla_fx.latent_attention(getitem_10, getitem_11, reshape_default_1, reshape_default_2, reshape_default_4, scale=0.2672612419124244, is_causal=False)  # f32[2, 3, 4, 20]
+    latent_attention_default = mla_fx.latent_attention(getitem_10, getitem_11, reshape_default_1, reshape_default_2, reshape_default_4, None, None, None, None, None, None, scale=0.2672612419124244, is_causal=False)  # f32[2, 3, 4, 20]
     permute_7 = aten.permute(latent_attention_default, [2, 0, 1, 3])  # f32[4, 2, 3, 20] strides (20, 240, 80, 1)
     view_15 = aten.view(permute_7, [4, 6, 20])  # f32[4, 6, 20] strides (20, 80, 1)
     permute_8 = aten.permute(slice_tensor_2, [0, 2, 1])  # f32[4, 20, 10] strides (360, 1, 20)
