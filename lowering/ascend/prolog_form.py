@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.mla_prolog import arguments as emitted
-from mla_fx.ops.emitted.mla_prolog_v3 import arguments as v3
+from mla_fx.ops.emitted.mla_prolog.arguments import Arguments, V3Arguments
 
 from . import limits
 from .limits import Surface
 
 PAGE_SIZES = (128, 16)  # attention takes these too; the better one first
 FRACTAL_NZ = 29
-A = TypeVar("A", emitted.Arguments, v3.Arguments)
+A = TypeVar("A", Arguments, V3Arguments)
 
 # In all releases: HCKV_SIZE and DR_SIZE, and supportedNSize of CheckDims in mla_prolog_tiling_check.cpp.
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -43,7 +42,7 @@ class CommonRules:
 # --- what kernels cannot do ------------------------------------------------------------------------------------------
 
 
-def refuse_sizes(a: emitted.Arguments | v3.Arguments, allowed: CommonRules, kernel: str, of_release: str) -> None:
+def refuse_sizes(a: Arguments | V3Arguments, allowed: CommonRules, kernel: str, of_release: str) -> None:
     """Check the sizes of the weights, which are numbers even where those of activations are symbols."""
     assert a.weight_dq is not None, "a query of full rank was refused"
     limits.size("weight_dq has He", a.weight_dq.shape[0], of_release, allowed.hidden)
@@ -55,7 +54,7 @@ def refuse_sizes(a: emitted.Arguments | v3.Arguments, allowed: CommonRules, kern
     limits.size("weight_dkv_kr has Dr", a.weight_dkv_kr.shape[1] - rank, kernel, ROPE)
 
 
-def refuse_rotations(surface: Surface, a: emitted.Arguments | v3.Arguments, kernel: str) -> None:
+def refuse_rotations(surface: Surface, a: Arguments | V3Arguments, kernel: str) -> None:
     if a.rope_layout == "interleave_interleave":
         raise NoMatch(f"rope_layout is {a.rope_layout!r}; {kernel} writes halves, which reorders kr_cache")
     if a.rope_layout == "half_half" and not surface.hoists:
@@ -74,7 +73,7 @@ def refuse_formats(surface: Surface, kernel: str) -> None:
         )
 
 
-def refuse_unpaged(a: emitted.Arguments | v3.Arguments, kernel: str) -> None:
+def refuse_unpaged(a: Arguments | V3Arguments, kernel: str) -> None:
     limits.dense("kv_cache", a.kv_cache, kernel)
     limits.dense("kr_cache", a.kr_cache, kernel)
     positions = a.kv_cache.shape[2]
@@ -161,7 +160,7 @@ def slots(index: Tensor | None, cache: Tensor) -> Tensor:
     return torch.where(index < 0, index, index + first)
 
 
-def for_each_token(a: emitted.Arguments | v3.Arguments, table: Tensor | None) -> Tensor:
+def for_each_token(a: Arguments | V3Arguments, table: Tensor | None) -> Tensor:
     assert table is not None, "a call without rotation was refused"
     return table.expand(*a.token_x.shape[:-1], -1)
 

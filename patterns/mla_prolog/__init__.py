@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from mla_fx.cases import Case, GrowingCache, Layer, NoRotaryPart
 
-from . import cases, quantised_cases
+from . import cases
 from .packed import Packed
 from .plain import Plain
 from .tiled import Tiled
@@ -57,28 +57,28 @@ class MlaProlog(Plain):
 
 class MlaPrologPacked(Packed):
     name = "mla_prolog_packed"
-    accepts = (Case("packed rows", quantised_cases.PackedRows, _one_each("mla_prolog_v3")),)
+    accepts = (Case("packed rows", cases.PackedRows, _one_each("mla_prolog_v3")),)
     rejects = (
         Case(
             "scales before keys",
-            quantised_cases.ScalesFirst,
+            cases.ScalesFirst,
             because="rows hold torch.float32, expected a rotary key in 16 bits",
         ),
-        Case("tiles of 64", quantised_cases.NarrowTiles, because="one scale for 64 latents"),
-        Case("scales that are quotients", quantised_cases.Divided, because="scales are computed otherwise"),
+        Case("tiles of 64", cases.NarrowTiles, because="one scale for 64 latents"),
+        Case("scales that are quotients", cases.Divided, because="scales are computed otherwise"),
     )
 
 
 class MlaPrologQuant(Tiled):
     name = "mla_prolog_quant"
-    accepts = (Case("latents in four tiles", quantised_cases.FourTiles, _one_each("mla_prolog_quant")),)
+    accepts = (Case("latents in four tiles", cases.FourTiles, _one_each("mla_prolog_quant")),)
     rejects = (
-        Case("latents in five tiles", quantised_cases.FiveTiles, because="latents have 5 scales"),
-        Case("values divided by scales", quantised_cases.OtherFactor, because="codes are computed otherwise"),
-        Case("halves rotated", quantised_cases.Halves, because="rotated in layout half_half"),
+        Case("latents in five tiles", cases.FiveTiles, because="latents have 5 scales"),
+        Case("values divided by scales", cases.OtherFactor, because="codes are computed otherwise"),
+        Case("halves rotated", cases.Halves, because="rotated in layout half_half"),
         Case(
             "q_b dequantised",
-            quantised_cases.PlainQuery,
+            cases.PlainQuery,
             because="int8 weights of q_b alone; weight_uq is torch.float32",
         ),
     )

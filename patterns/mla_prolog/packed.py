@@ -47,9 +47,8 @@ from mla_fx.rule.readings import (
     shape_of,
 )
 
-from .calls import CacheOperands, call
 from .dataflow import KR_ROW, KV_LATENT, over
-from .prolog import QUERIES, MatchedLayer, Prolog
+from .prolog import QUERIES, CacheOperands, MatchedLayer, Prolog, call
 from .scales import V3, check_products, factors_of, weight_mode
 
 aten = torch.ops.aten

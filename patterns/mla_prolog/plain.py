@@ -14,9 +14,8 @@ from mla_fx.rule.caches import CacheRoles, CacheUpdate, cache_roles, check_same_
 from mla_fx.rule.operands import Call
 from mla_fx.rule.readings import element_of, named_argument, own_part, product, shape_of
 
-from .calls import CacheOperands, call
 from .dataflow import KV_LATENT, over
-from .prolog import MatchedLayer, Prolog, given
+from .prolog import CacheOperands, MatchedLayer, Prolog, call, given
 from .scales import weight_mode
 from .weights import Caches
 

@@ -46,9 +46,8 @@ from mla_fx.rule.readings import (
 )
 
 from .dataflow import KV_LATENT, over
-from .factors import query_factor
 from .prolog import MatchedLayer, Prolog
-from .scales import check_products, check_query, factors_of, scales_of_query
+from .scales import check_products, check_query, factors_of, query_factor, scales_of_query
 from .weights import PROJECTIONS, UQ_QR
 
 aten = torch.ops.aten

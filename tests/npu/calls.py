@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.ops.emitted.mla_prolog_v3.samples import integers, scale
+from mla_fx.ops.emitted.mla_prolog.samples import integers, scale
 
 BF16 = torch.bfloat16
 D, HCKV, DR = 128, 512, 64

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mla_fx
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.ops.emitted.mla_prolog_v3 import operator
+from mla_fx.ops.emitted.mla_prolog import operator
 from npu import ge_releases
 from npu.calls import BLOCKS, PAGE, SMALL, D, Sizes, prolog_call, v3_call, weights
 from npu.planted import caught_by_numbers, change_call, change_results

@@ -8,7 +8,7 @@ from mla_fx.lowering.ascend import prolog_form
 
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
-from mla_fx.ops.emitted.mla_prolog_v3.samples import integers, scale
+from mla_fx.ops.emitted.mla_prolog.samples import integers, scale
 from npu import ge_releases
 from npu.calls import (
     BF16,

@@ -10,7 +10,7 @@ from lib.operators.harness import by_name, cases, compiles_once, fake_with_free_
 from lib.operators.prolog_quant_oracle import CACHES, OPERATOR, expect, functional
 
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.ops.emitted.mla_prolog_quant import samples as _samples
+from mla_fx.ops.emitted import mla_prolog_quant as _prolog
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = {
@@ -37,7 +37,7 @@ def test_sample_against_oracle(operator, args, kwargs):
 
 def named_sample(dtype=torch.float64, mode="quantised", seed=11, **options):
     """One sample's arguments by name."""
-    args, kwargs = _samples.sample(dtype, seed, **MODES[mode], **options)
+    args, kwargs = _prolog.sample(dtype, seed, **MODES[mode], **options)
     return by_name(OPERATOR, args, kwargs)
 
 

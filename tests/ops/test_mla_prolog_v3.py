@@ -9,7 +9,7 @@ from lib.operators.harness import bfloat16, by_name, cases, fake_with_free_sizes
 from lib.operators.prolog_oracle import MODES, V3, call, expect, results
 
 from mla_fx.ops.common import cast as _cast
-from mla_fx.ops.emitted.mla_prolog_v3 import operator as _prolog
+from mla_fx.ops.emitted.mla_prolog import operator as _prolog
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.cache import of_pages, page_shape
-from mla_fx.ops.emitted.mla_prolog import check
 from mla_fx.ops.emitted.mla_prolog.arguments import Arguments
+from mla_fx.ops.emitted.mla_prolog.check import as_v3
 from mla_fx.target import Compiled
 
 from .. import limits, prolog_form
@@ -57,7 +57,7 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
     else:
         paged = prolog_form.paged(a, prolog_form.page_shapes)
     if surface.prolog == "v3":
-        mla_prolog_v3.refuse_unsupported(surface, check.as_v3(paged))
+        mla_prolog_v3.refuse_unsupported(surface, as_v3(paged))
     else:
         refuse_unsupported(surface, paged)
     return prolog
@@ -105,7 +105,7 @@ def prolog(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
     Kernels multiply by gamma before they round, regardless of `gamma_after_cast`. This is one rounding less."""
     call = prolog_form.formed(of_pages(a, *CACHES) if a.cache_mode == "NZ" else a)
     if surface.prolog == "v3":
-        query, query_rope, *_, kv_cache, kr_cache = mla_prolog_v3.vendor_call(surface, check.as_v3(call))
+        query, query_rope, *_, kv_cache, kr_cache = mla_prolog_v3.vendor_call(surface, as_v3(call))
     else:
         query, query_rope, kv_cache, kr_cache = first_prolog(surface, call)
     return query, query_rope, kv_cache.view(a.kv_cache.shape), kr_cache.view(a.kr_cache.shape)

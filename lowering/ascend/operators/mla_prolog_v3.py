@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
-from mla_fx.ops.emitted.mla_prolog_v3.arguments import Arguments
+from mla_fx.ops.emitted.mla_prolog.arguments import V3Arguments as Arguments
 from mla_fx.target import Compiled
 
 from .. import limits, prolog_form

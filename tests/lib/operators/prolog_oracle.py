@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lib.operators.harness import CATALOGUE, by_name, nd_offset, nz_offset
-from mla_fx.ops.emitted.mla_prolog_v3 import samples as _prolog_sample
+from mla_fx.ops.emitted.mla_prolog import samples as _prolog_sample
 
 TILE = 128
 V3 = CATALOGUE["mla_prolog_v3"]
@@ -25,7 +25,7 @@ def call(weights, caches, cache_mode="PA_BSND", tokens=(2, 3), dtype=torch.bfloa
     """All arguments of a call by name."""
     if cache_mode == "TND" and len(tokens) == 2:
         tokens = (tokens[0] * tokens[1],)
-    _, args, kwargs = _prolog_sample.sample(dtype, weights, caches, cache_mode, tokens, **options)
+    _, args, kwargs = _prolog_sample.sample_v3(dtype, weights, caches, cache_mode, tokens, **options)
     return by_name(V3, args, kwargs | {"query_norm_flag": True})
 
 

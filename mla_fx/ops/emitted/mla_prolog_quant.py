@@ -1,19 +1,68 @@
 """mla_prolog_quant: the prolog of DeepSeek-V3.2, with an int8 query path and int8 latents, 4 scales per row."""
 
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mla_fx.ops.common.cache import store
 from mla_fx.ops.common.cast import i8_trunc, int_matmul, quantize_rows
-from mla_fx.ops.common.define import define
-from mla_fx.ops.common.math import rope, to_accumulation_dtype
+from mla_fx.ops.common.check import (
+    Sizes,
+    check_dtypes,
+    check_index,
+    check_letters,
+    check_multiple,
+    check_optional,
+    check_tensors,
+    scale_dtypes,
+)
+from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.math import check_rope, rope, to_accumulation_dtype
+from mla_fx.ops.common.sample import Sampler
+from mla_fx.ops.common.sizes import statically_known_true
 
-from .arguments import KEY_TILES, ROPE_LAYOUT, Arguments
-from .check import check
-from .samples import samples
+ROPE_LAYOUT = "interleave_half"
+KEY_TILES = 4
+CACHES = ("kv_cache", "kr_cache", "k_scale_cache")
+SCALES = ("dequant_scale", "k_scale_cache", "smooth_scales_cq", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
+RESULTS = ("q_norm_out", "q_norm_scale_out", "query_nope_out", "query_rope_out")
 
 Queries = tuple[Tensor, Tensor, Tensor, Tensor]
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    token_x: Tensor
+    w_dq: Tensor
+    w_uq_qr: Tensor
+    dequant_scale: Tensor
+    w_uk: Tensor
+    w_dkv_kr: Tensor
+    gamma_cq: Tensor
+    gamma_ckv: Tensor
+    cos: Tensor
+    sin: Tensor
+    cache_index: Tensor
+    kv_cache: Tensor
+    kr_cache: Tensor
+    k_scale_cache: Tensor
+    smooth_scales_cq: Tensor | None = None
+    dequant_scale_w_dq: Tensor | None = None
+    dequant_scale_w_dkv_kr: Tensor | None = None
+    _: KW_ONLY
+    epsilon_cq: float = 1e-5
+    epsilon_ckv: float = 1e-5
+    cache_mode: str = "PA_BSND"
+    is_symmetry: bool = True
+
+    @property
+    def quantises_query(self) -> bool:
+        """Whether the normalised query is quantised to int8; the key cache is int8, too, then."""
+        return self.dequant_scale.dim() == 0 or not statically_known_true(self.dequant_scale.shape[0] == 0)
 
 
 def body(a: Arguments) -> Results:
@@ -184,22 +233,140 @@ def fake(a: Arguments) -> Results:
     )
 
 
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check(a: Arguments) -> None:
+    if a.cache_mode != "PA_BSND":
+        raise ValueError(f"cache_mode is {a.cache_mode!r}; it must be 'PA_BSND', which the kernel always writes.")
+    check_types(a)
+    sizes: Sizes = {}
+    check_letters(a, sizes, token_x="T, He", w_uk="N, D, Hckv")
+    check_multiple("Hckv, the last axis of w_uk,", sizes["Hckv"], KEY_TILES, f"a positive multiple of {KEY_TILES}")
+    check_letters(a, sizes, w_dkv_kr="He, Hckv+Dr")
+    sizes["Dr"] = width = sizes["Hckv+Dr"] - sizes["Hckv"]
+    check_rope(width, ROPE_LAYOUT, "T, Dr", (sizes["T"], width), cos=a.cos, sin=a.sin)
+    check_letters(a, sizes, w_dq="He, Hcq")
+    check_multiple("Hcq, the last axis of w_dq,", sizes["Hcq"], 1, "1 or more")
+    sizes["N*(D+Dr)"] = sizes["N"] * (sizes["D"] + width)
+    check_letters(a, sizes, gamma_cq="Hcq", gamma_ckv="Hckv", w_uq_qr="Hcq, N*(D+Dr)")
+    check_scales(a, sizes)
+    pages = "BlockNum, BlockSize, 1"
+    caches = {"kv_cache": f"{pages}, Hckv", "kr_cache": f"{pages}, Dr", "k_scale_cache": f"{pages}, {KEY_TILES}"}
+    check_letters(a, sizes, **caches, cache_index="T")
+    check_index("cache_index", a.cache_index, sizes["BlockNum"] * sizes["BlockSize"])
+
+
+def check_types(a: Arguments) -> None:
+    codes = (torch.int8 if a.quantises_query else a.token_x.dtype,)
+    own: dict[str, tuple[torch.dtype, ...]] = {"w_uq_qr": codes, "kv_cache": codes, "cache_index": (torch.int64,)}
+    own |= dict.fromkeys(SCALES, scale_dtypes(a.token_x.dtype))
+    if a.w_dq.dtype == torch.int8:
+        own |= dict.fromkeys(("w_dq", "w_dkv_kr"), (torch.int8,))
+    check_tensors(vars(a), free=("gamma_cq", "gamma_ckv", "cos", "sin"), skip=own)
+    for name, tensor in {"w_uq_qr": a.w_uq_qr, "kv_cache": a.kv_cache}.items():
+        if tensor.dtype == torch.int8 and not a.quantises_query:
+            shape = list(a.dequant_scale.shape)
+            raise ValueError(f"dequant_scale has shape {shape}; with {name} in int8 it must be [N*(D+Dr), 1].")
+    check_dtypes(a, own)
+
+
+def check_scales(a: Arguments, sizes: Sizes) -> None:
+    """Check that the scales of w_dq and w_dkv_kr are given exactly if these are int8, and those of the query if it is
+    int8."""
+    for name in ("dequant_scale_w_dq", "dequant_scale_w_dkv_kr"):
+        check_optional(name, getattr(a, name), a.w_dq.dtype == torch.int8, f"w_dq of dtype {a.w_dq.dtype}")
+    check_letters(a, sizes, dequant_scale_w_dq="1, Hcq", dequant_scale_w_dkv_kr="1, Hckv+Dr")
+    if a.quantises_query:
+        check_letters(a, sizes, dequant_scale="N*(D+Dr), 1", smooth_scales_cq="Hcq or 1, Hcq")
+        return
+    if a.smooth_scales_cq is not None:
+        raise ValueError("smooth_scales_cq is given; it must be None with an empty dequant_scale.")
+    if not a.is_symmetry:
+        raise ValueError("is_symmetry is False; it must be True with an empty dequant_scale.")
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Every quantisation of query and tokens, none at all, and skipped tokens."""
+    yield Sample("quantised", *sample(dtype, 0))
+    yield Sample("quantised", *sample(dtype, 1, skip=2, epsilon_cq=0.1))
+    yield Sample("quantised, smooth", *sample(dtype, 2, smooth=(24,)))
+    yield Sample("quantised, smooth", *sample(dtype, 3, smooth=(1, 24), tokens=1, epsilon_ckv=0.1))
+    yield Sample("quantised, asymmetric", *sample(dtype, 4, is_symmetry=False))
+    yield Sample("quantised, asymmetric, smooth", *sample(dtype, 5, smooth=(24,), skip=1, is_symmetry=False))
+    yield Sample("unquantised", *sample(dtype, 6, quantised=False))
+    yield Sample("unquantised", *sample(dtype, 7, quantised=False, skip=2, epsilon_cq=0.1, epsilon_ckv=0.1))
+    yield Sample("int8 tokens", *sample(dtype, 8, int8_tokens=True))
+    yield Sample("int8 tokens", *sample(dtype, 9, int8_tokens=True, smooth=(24,), is_symmetry=False, skip=1))
+    yield Sample("int8 tokens, unquantised", *sample(dtype, 10, int8_tokens=True, quantised=False, epsilon_cq=0.1))
+
+
+def sample(
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    tokens: int = 6,
+    skip: int = 0,
+    smooth: tuple[int, ...] | None = None,
+    quantised: bool = True,
+    int8_tokens: bool = False,
+    **options: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`smooth` is the shape of smooth_scales_cq. `quantised` and `int8_tokens` say whether the query and token_x are
+    int8."""
+    hidden, compressed, heads, nope, rank, width = 32, 24, 3, 8, 16, 4
+    blocks, block_size = 3, 5
+    columns = heads * (nope + width)
+    draw = Sampler(dtype, seed)
+    w_uq_qr, dequant_scale = draw.weight(compressed, columns, fan_in=compressed), torch.empty(0, 1)
+    kv_cache = draw.normal(blocks, block_size, 1, rank)
+    if quantised:
+        w_uq_qr, scale = quantised_columns(w_uq_qr)
+        dequant_scale, kv_cache = scale.mT, i8_trunc(40 * kv_cache)
+    token_x, w_dq = draw.normal(tokens, hidden), draw.weight(hidden, compressed, fan_in=hidden)
+    w_uk, w_dkv_kr = draw.weight(heads, nope, rank, fan_in=nope), draw.weight(rank + width, hidden, fan_in=hidden).mT
+    token_scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    if int8_tokens:
+        w_dq, w_dq_scale = quantised_columns(w_dq)
+        w_dkv_kr, w_dkv_kr_scale = quantised_columns(w_dkv_kr)
+        token_scales = w_dq_scale, w_dkv_kr_scale
+    arguments = (
+        token_x,
+        w_dq,
+        w_uq_qr,
+        dequant_scale,
+        w_uk,
+        w_dkv_kr,
+        draw.gamma(compressed),
+        draw.gamma(rank),
+        *draw.tables(tokens, width),
+        draw.slots(tokens, blocks * block_size, skip),
+        kv_cache,
+        draw.normal(blocks, block_size, 1, width),
+        draw.normal(blocks, block_size, 1, KEY_TILES).float(),
+        None if smooth is None else draw.gamma(compressed).float().view(smooth),
+        *token_scales,
+    )
+    return arguments, options
+
+
+def quantised_columns(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8, and the scale [1, columns] of each column."""
+    codes, scale = quantize_rows(weight.mT.float(), inverse_first=False)
+    return codes.mT.contiguous(), scale.mT
+
+
 operator = define(
     "mla_prolog_quant",
     Arguments,
     body,
-    returns=(
-        "q_norm_out",
-        "q_norm_scale_out",
-        "query_nope_out",
-        "query_rope_out",
-        "kv_cache_out",
-        "kr_cache_out",
-        "k_scale_cache_out",
-    ),
+    returns=(*RESULTS, *(f"{name}_out" for name in CACHES)),
     check=check,
     fake=fake,
     samples=samples,
     in_place=body_,
-    writes={name + "_out": name for name in ("kv_cache", "kr_cache", "k_scale_cache")},
+    writes={f"{name}_out": name for name in CACHES},
 )

@@ -1,1 +1,0 @@
-"""Everything of one layer before its attention, quantised or not: the vendor's third interface."""
