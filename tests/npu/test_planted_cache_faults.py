@@ -10,7 +10,7 @@ from mla_fx.lowering.ascend.operators import kv_rmsnorm_rope_cache as lowering
 
 from mla_fx.ops.common import cache
 from mla_fx.ops.common.sample import Sampler
-from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import rows
+from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import operator as rows
 from mla_fx.ops.emitted.mla_prolog.samples import integers, scale
 from npu import ge_releases
 from npu.calls import BF16, BLOCKS, HCKV, PAGE, B, S, kv_call
