@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import HCKV, Case, Layer
-from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
+from mla_fx.rule import CallPattern, Match, NoMatch, Plan, Rule
 from mla_fx.rule.caches import (
     WRITES,
     CacheRoles,
@@ -74,6 +74,7 @@ class _TwoPositions(_InTwo):
 class CombinedCache(Rule):
     stage = "context"
     targets = (aten.slice_scatter.default,)
+    pattern = CallPattern()
     accepts = (Case("columns written in two parts", _InTwo, {"mla_prolog": 1, "latent_attention": 1}),)
     rejects = (Case("columns written to two positions", _TwoPositions, because="written to different positions"),)
 
@@ -87,12 +88,9 @@ class CombinedCache(Rule):
             if _puts_columns(node) and _puts_columns(base) and columns.target in WRITES:
                 yield node
 
-    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        yield Match().read("written", Reading(anchor))
-
     def rewrite(self, match: Match) -> Plan:
         """Two updates of adjacent columns, of one cache and at the same positions."""
-        node = match.reading(Reading, "written").node
+        node = match.reading(Reading, "call").node
         ranges, index = _columns(node), fresh_index(node)
         if len(ranges) != 2:
             raise NoMatch(f"{len(ranges)} parts of a cache's columns are written, expected two", node)

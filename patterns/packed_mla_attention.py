@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.nn.functional import scaled_dot_product_attention
 
 from mla_fx.cases import DR, DV, HE, Case, D, Layer, N
-from mla_fx.rule import ByDesign, Match, NearestMiss, Plan, Rule
+from mla_fx.rule import ByDesign, CallPattern, Match, Plan, Rule
 from mla_fx.rule.operands import Call, Expression, Replacement, tensor
 from mla_fx.rule.readings import (
     Reading,
@@ -58,17 +58,15 @@ class PackedMlaAttention(Rule):
     stage = "cache"
     after = ("kv_rmsnorm_rope_cache",)
     targets = (ONE,)
+    pattern = CallPattern()
     tells_misses = False
     accepts = (Case("two prompts", _Prompts, {"packed_mla_attention": 1}),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         return (call for call in super().anchors(graph) if len(_chain(call)) > 1)
 
-    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        yield Match(readings={"first": Reading(anchor)})
-
     def rewrite(self, match: Match) -> Plan:
-        calls = _chain(match.reading(Reading, "first").node)
+        calls = _chain(match.reading(Reading, "call").node)
         if calls[0].meta["val"].device.type != "cpu":
             raise ByDesign("only CPUs attend to packed sequences by one call", calls[0])
         lens = list(map(_tokens, calls))
