@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 from torch.fx import Node
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 class NoMatch(Exception):  # noqa: N818  a refusal, part of every normal compilation
@@ -13,6 +19,14 @@ class NoMatch(Exception):  # noqa: N818  a refusal, part of every normal compila
         super().__init__(reason)
         self.reason = reason
         self.node = node
+
+
+def attempt(read: Callable[Given, Found], *given: Given.args, **options: Given.kwargs) -> Found | None:
+    """What a reading finds; None if it refuses, where the reason does not matter."""
+    try:
+        return read(*given, **options)
+    except NoMatch:
+        return None
 
 
 class ByDesign(NoMatch):

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import HCKV, B, Case, Layer, T
 from mla_fx.ops.emitted.codes import CODES
-from mla_fx.rule import Match, NearestMiss, NoMatch, Plan, Rule
+from mla_fx.rule import CallPattern, Match, NoMatch, Plan, Rule, attempt
 from mla_fx.rule.operands import ATTENTION, LATENT_ATTENTION, Call, Expression, Replacement, tensor, times
 from mla_fx.rule.readings import (
     Axes,
@@ -78,6 +78,7 @@ class CodedLatents(Rule):
     stage = "cache"
     after = ("kv_rmsnorm_rope_cache",)  # rules that quantise latents read what the program computes from codes
     targets = ATTENTION
+    pattern = CallPattern()
     accepts = (Case("a scale for each tile", _Tiles, {"latent_attention": 1}),)
     rejects = (Case("codes with an offset", _WithOffset, because="codes have an offset"),)
 
@@ -85,9 +86,6 @@ class CodedLatents(Rule):
         caches = ((call, element_of(named_argument(call, "kv_cache"))) for call in super().anchors(graph))
         coded = (call for call, cache in caches if codes_behind(cache) is not None)
         return (call for call in coded if named_argument(call, "kv_scales") is None and _may_be_absorbed(call))
-
-    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
-        yield Match(readings={"call": Reading(anchor)})
 
     def rewrite(self, match: Match) -> Plan:
         call = match.reading(Reading, "call").node
@@ -118,11 +116,8 @@ def _rotary(call: Node, latents: _Coded) -> _Coded | None:
     """The rotary keys, if they are codes of the same kind; others stay numbers."""
     if named_argument(call, "kr_cache") is None:
         return None
-    try:
-        found = _coded(call, "kr_cache")
-    except NoMatch:
-        return None
-    return found if found.dtype == latents.dtype else None
+    found = attempt(_coded, call, "kr_cache")
+    return found if found is not None and found.dtype == latents.dtype else None
 
 
 def _coded(call: Node, name: str) -> _Coded:

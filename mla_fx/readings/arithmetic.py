@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch
+from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 
 from .axes import Axis, Index
@@ -209,12 +209,9 @@ class Arithmetic:
 
     def _product(self, plain: Element) -> int | None:
         """A product over stacked values, and not over the columns of one."""
-        try:
-            found = contraction(plain)
-        except NoMatch:
-            return None
-        axis = _few(found.over)
-        if axis is None or not (_is_stacked(found.left, axis) or _is_stacked(found.right, axis)):
+        found = attempt(contraction, plain)
+        axis = None if found is None else _few(found.over)
+        if found is None or axis is None or not (_is_stacked(found.left, axis) or _is_stacked(found.right, axis)):
             return None
         pairs = zip(self._terms(found.left, axis), self._terms(found.right, axis), strict=True)
         given = [place for pair in pairs for place in pair]

@@ -23,7 +23,7 @@ from .codes.products import holds_codes
 from .constant import constant
 from .contraction import Contraction, contraction, scaled_product
 from .divided_late import SUMS, divided_late, division
-from .element import Element, computed_from, computed_with, element_of, operand, resolve
+from .element import Element, computed_from, element_of, operand, readers, resolve
 from .logits import Mask, added_scores, logits
 from .reading import Reading
 from .sizes import Size, ratio
@@ -213,8 +213,7 @@ def codes_of(node: Node) -> Node | None:
 
 
 def _first_user(node: Node, wanted: Set[object], steps: Set[object]) -> Node | None:
-    users = computed_with([node], lambda user: user.target not in steps)
-    return next((user for user in users if user.target in wanted), None)
+    return next((user for user in readers(node, steps) if user.target in wanted), None)
 
 
 def _fused(node: Node) -> Attention:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch
+from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import fused_name, label_of
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.graph.walk import nearest_first
@@ -125,11 +125,9 @@ def check_int8_cache(element: Element) -> None:
 
 def _factors(element: Element) -> Iterator[Node]:
     """The caches and graph inputs among the factors of a product, before casts."""
-    try:
-        factors = [factor for factor, _ in as_product(element).factors]
-    except NoMatch:
-        return
-    for node in (before_cast(factor).origin for factor in factors):
+    product = attempt(as_product, element)
+    factors = () if product is None else product.factors
+    for node in (before_cast(factor).origin for factor, _ in factors):
         if node.op == "placeholder" or node.target in STORES:
             yield node
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch
+from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 from mla_fx.readings.integers import COMPARISONS, IntegerSum, excess, opposite
 
@@ -73,10 +73,8 @@ def causal_by_position(found: Masked, sequences: tuple[Axis, ...], rows: tuple[A
 
 def may_hide(mask: Mask) -> bool:
     """Whether a mask hides keys, as far as that is known."""
-    try:
-        return bool(_left(_conditions(mask)))
-    except NoMatch:
-        return True
+    conditions = attempt(_conditions, mask)
+    return conditions is None or bool(_left(conditions))
 
 
 def _left(conditions: Iterable[IntegerSum]) -> set[IntegerSum]:

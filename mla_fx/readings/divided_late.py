@@ -11,7 +11,7 @@ from .axes import Index
 from .calls import CASTS, args_of
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, summed
-from .element import Element, computed_with, operand
+from .element import Element, operand, readers
 from .softmax import (
     EXPONENTIALS,
     MASKED_FILL,
@@ -35,7 +35,7 @@ def division(exp: Node) -> Node | None:
     """The quotient of a product and of a sum, each computed from an exponential, if this is one that is divided so."""
     if exp.target not in EXPONENTIALS:
         return None
-    quotient = _first_user(exp)
+    quotient = next((user for user in readers(exp, STEPS) if user.target is aten.div.Tensor), None)
     if quotient is None or not isinstance(args_of(quotient)[1], Node) or exponential(args_of(quotient)[0]) is exp:
         return None
     total = _unguarded(operand(args_of(quotient)[1], fresh_index(quotient)))
@@ -43,11 +43,6 @@ def division(exp: Node) -> Node | None:
         return None
     summand, _ = summed(total)
     return quotient if summand.origin is exp and summand.factor == 1.0 else None
-
-
-def _first_user(exp: Node) -> Node | None:
-    users = computed_with([exp], lambda user: user.target not in STEPS)
-    return next((user for user in users if user.target is aten.div.Tensor), None)
 
 
 def divided_late(quotient: Node, exp: Node) -> tuple[tuple[Index, ...], Contraction, Softmax]:

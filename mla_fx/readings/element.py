@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -325,6 +325,12 @@ def computed_from(value: Node, is_end: Callable[[Node], bool] = lambda _: False)
 def computed_with(values: Iterable[Node], is_end: Callable[[Node], bool]) -> Iterator[Node]:
     """All that is computed from some values, nearest first, as far as ends."""
     return nearest_first(_users(values), lambda node: _users([node]), is_end)
+
+
+def readers(value: Node, steps: Container[object]) -> Iterator[Node]:
+    """The nearest calls that read a value, nearest first, directly or through steps."""
+    users = computed_with([value], lambda user: user.target not in steps)
+    return (user for user in users if user.target not in steps)
 
 
 def _users(values: Iterable[Node]) -> Iterator[Node]:

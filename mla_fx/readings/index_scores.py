@@ -9,7 +9,7 @@ from itertools import permutations
 import torch
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch
+from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 
 from .algebra import allowance, as_product
@@ -94,11 +94,8 @@ def check_read_alone(found: IndexScores) -> None:
 def has_index_scores(topk: Node) -> bool:
     """Whether a top-k chooses from sums of products that relu made positive, masked or not."""
     scores = args_of(topk)[0]
-    try:
-        sums, _ = _sums(scores, fresh_index(scores))
-    except NoMatch:
-        return False
-    return any(_has_relu(found) for found, _ in sums)
+    found = attempt(_sums, scores, fresh_index(scores))
+    return found is not None and any(_has_relu(product) for product, _ in found[0])
 
 
 def _sums(scores: Node, index: tuple[Index, ...]) -> tuple[tuple[Scaled, ...], tuple[Mask, ...]]:
@@ -124,11 +121,8 @@ def _scaled(element: Element) -> Scaled:
 
 def _weighted_relu(element: Element) -> Contraction | None:
     """The product, if relu made one of its sides positive."""
-    try:
-        found = contraction(element)
-    except NoMatch:
-        return None
-    return found if _has_relu(found) else None
+    found = attempt(contraction, element)
+    return found if found is not None and _has_relu(found) else None
 
 
 def _has_relu(found: Contraction) -> bool:

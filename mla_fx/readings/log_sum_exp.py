@@ -16,7 +16,7 @@ from .attention import Attention
 from .axes import Axis, Index, extent, shifted
 from .calls import CASTS, args_of
 from .divided_late import SUMS
-from .element import Element, computed_from, computed_with, resolve
+from .element import Element, computed_from, computed_with, readers, resolve
 from .reading import Reading, renamed
 from .softmax import LOGARITHMS, LogOfSum, exponential, log_of_sum
 from .views import MOVERS, fresh_index
@@ -54,8 +54,7 @@ def logarithms(products: Iterable[Node]) -> list[Node]:
         if node.target is aten.logsumexp.default:
             found[node] = None
         elif node.target in LOGARITHMS:
-            users = computed_with([node], lambda user: user.target not in MOVES)
-            found.update(dict.fromkeys(user for user in users if user.target is aten.add.Tensor))
+            found.update(dict.fromkeys(user for user in readers(node, MOVES) if user.target is aten.add.Tensor))
     return list(found)
 
 

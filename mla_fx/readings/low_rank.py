@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_fx.errors import NoMatch
+from mla_fx.errors import attempt
 
 from .cache_update import cache_update
 from .calls import args_of
@@ -23,10 +23,8 @@ SHOWS_ROWS = GATHERS | RESHAPES | {aten.slice.Tensor, aten.select.int}
 
 def row_of(value: Element) -> Element:
     """The new row of the cache that a value is read from, or the value itself, with new axes."""
-    try:
-        return cache_update(value.apart()[1]).row.apart()[1]
-    except NoMatch:
-        return value
+    update = attempt(cache_update, value.apart()[1])
+    return value if update is None else update.row.apart()[1]
 
 
 def is_low_rank(value: Element) -> bool:
@@ -62,16 +60,9 @@ def is_projected_from(value: Element, latent: Element) -> bool:
 def down_projection(latent: Element) -> Contraction | None:
     """The product that computes a latent, or the cached row that it is read from, before any norm."""
     row = row_of(latent)
-    normed = _before_norm(row)
-    found = None if normed is None else _projection(normed)
+    norm = attempt(rms_norm, row)
+    found = None if norm is None else _projection(norm.value)
     return found or _projection(row)
-
-
-def _before_norm(value: Element) -> Element | None:
-    try:
-        return rms_norm(value).value
-    except NoMatch:
-        return None
 
 
 def rank(found: Contraction) -> Size:
@@ -81,11 +72,8 @@ def rank(found: Contraction) -> Size:
 
 def _projection(value: Element) -> Contraction | None:
     """The product that computes a value; if one of its factors is a parameter, that is the right one."""
-    try:
-        found = contraction(value)
-    except NoMatch:
-        return None
-    return found.swapped if is_parameter(found.left.origin) else found
+    found = attempt(contraction, value)
+    return found.swapped if found is not None and is_parameter(found.left.origin) else found
 
 
 def _is_narrow(up: Contraction) -> bool:

@@ -30,7 +30,7 @@ from .axes import Axis, Index, of_axis
 from .calls import operands_of
 from .contraction import PRODUCTS, Contraction, contraction, reduced, summed
 from .divided_late import SUMS
-from .element import Element, computed_with, resolve
+from .element import Element, readers, resolve
 from .log_sum_exp import MOVES
 from .merged_parts import Merge, before, merge, merge_before, merges
 from .reading import Reading, renamed
@@ -62,14 +62,14 @@ def weights(graph: Graph) -> Iterator[Node]:
     """The exponentials that are summed, and multiplied by values."""
     for target in EXPONENTIALS:
         for node in graph.find_nodes(op="call_function", target=target):
-            readers = {user.target for user in _readers(node)}
-            if aten.sum.dim_IntList in readers and not PRODUCTS.isdisjoint(readers):
+            read_by = {user.target for user in readers(node, MOVES)}
+            if aten.sum.dim_IntList in read_by and not PRODUCTS.isdisjoint(read_by):
                 yield node
 
 
 def ends_of_sums(graph: Graph) -> Iterator[Node]:
     """The last values that arithmetic computes from several products of such weights and values."""
-    products = [user for exp in weights(graph) for user in _readers(exp) if user.target in PRODUCTS]
+    products = [user for exp in weights(graph) for user in readers(exp, MOVES) if user.target in PRODUCTS]
     return merges(products) if len(products) > 1 else iter(())
 
 
@@ -91,15 +91,10 @@ def _alone(found: Merge) -> Merge:
         raise NoMatch("sums that are infinite or NaN are left out", found.node)
     unread = unread_without([found.node])
     for exp in {exp for part in _parts(found) for exp in _exponentials(part.node)}:
-        others = [user for user in _readers(exp) if user not in unread]
+        others = [user for user in readers(exp, MOVES) if user not in unread]
         if others:
             raise NoMatch(f"exponentials that are merged are also read by {name_of(others[0])}", exp)
     return found
-
-
-def _readers(exp: Node) -> list[Node]:
-    users = computed_with([exp], lambda user: user.target not in MOVES)
-    return [user for user in users if user.target not in MOVES]
 
 
 def _exponentials(product: Node) -> Iterator[Node]:

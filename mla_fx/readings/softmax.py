@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch
+from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 
 from .algebra import Sum, as_sum
@@ -244,11 +244,8 @@ def _one(over: tuple[Index, ...], node: Node) -> Axis:
 
 def subtracts_logarithm(exp: Node) -> bool:
     """Whether this exponentiates a difference from a logarithm."""
-    try:
-        terms = as_sum(element_of(args_of(exp)[0])).terms
-    except NoMatch:
-        return False
-    return any(term.origin.target in LOGARITHMS and term.factor < 0 for term in terms)
+    total = attempt(as_sum, element_of(args_of(exp)[0]))
+    return total is not None and any(term.origin.target in LOGARITHMS and term.factor < 0 for term in total.terms)
 
 
 def _less_logarithm(element: Element) -> Softmax:

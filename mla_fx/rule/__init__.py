@@ -20,6 +20,7 @@ from mla_fx.cases import Case as Case
 from mla_fx.cases import Layer as Layer
 from mla_fx.errors import ByDesign as ByDesign
 from mla_fx.errors import NoMatch as NoMatch
+from mla_fx.errors import attempt as attempt
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.matching.match import Match as Match
 from mla_fx.matching.match import NearestMiss as NearestMiss

@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.cases import Case
 from mla_fx.ops.common.check import FLOATS
-from mla_fx.rule import AttentionPattern, Match, NearestMiss, NoMatch, Plan, Rule, contract, gathered, var
+from mla_fx.rule import AttentionPattern, Match, NearestMiss, NoMatch, Plan, Rule, attempt, contract, gathered, var
 from mla_fx.rule.caches import GATHERS, block_table
 from mla_fx.rule.operands import (
     Call,
@@ -99,11 +99,8 @@ class PagedAttention(Rule):
 
     def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
         """No matches and no misses if no values are gathered; other rules report attention that is not read."""
-        try:
-            found = attention(anchor)
-        except NoMatch:
-            return
-        if found.value.origin.target not in GATHERS and gathered_codes(found.value) is None:
+        found = attempt(attention, anchor)
+        if found is None or (found.value.origin.target not in GATHERS and gathered_codes(found.value) is None):
             return
         yield from OVER_PAGES.bindings(found, found.scores, nearest)
 

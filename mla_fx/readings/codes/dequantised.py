@@ -18,10 +18,10 @@ from mla_fx.readings.element import (
     Element,
     before_cast,
     computed_between,
-    computed_with,
     has_8_bits,
     is_coarser,
     operands,
+    readers,
 )
 from mla_fx.readings.reading import Reading
 from mla_fx.readings.views import MOVERS
@@ -101,15 +101,10 @@ def _rounding_to(dtype: torch.dtype, element: Element, codes: Element, parts: li
         value = node.meta["val"]
         if is_of_codes or (isinstance(value, torch.Tensor) and not is_coarser(value.dtype, dtype)):
             yield node
-    yield from _casts_of(element.origin, dtype)
+    casts = (user for user in readers(element.origin, MOVERS) if user.target in CASTS)
+    yield from (cast for cast in casts if cast.meta["val"].dtype == dtype)
     for part in parts:
         yield from computed_between(part.seen[0], {part.origin})
-
-
-def _casts_of(node: Node, dtype: torch.dtype) -> Iterator[Node]:
-    """The casts of a value to `dtype`, directly or behind views."""
-    users = computed_with([node], lambda user: user.target not in MOVERS)
-    return (user for user in users if user.target in CASTS and user.meta["val"].dtype == dtype)
 
 
 def codes_behind(element: Element, near: int = NEAR) -> Element | None:

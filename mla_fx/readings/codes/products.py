@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch
+from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.readings.algebra import SUBTRACTS, as_product
@@ -97,11 +97,8 @@ def holds_codes(element: Element) -> bool:
     """Whether an element is a product of codes, multiplied by scales or not."""
     if _integers(element) is not None:
         return _is_product(element)
-    try:
-        found = quantised_product(element)
-    except NoMatch:
-        return False
-    return any(_are_codes(side) for side in (found.left, found.right))
+    found = attempt(quantised_product, element)
+    return found is not None and any(_are_codes(side) for side in (found.left, found.right))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch
+from mla_fx.errors import NoMatch, attempt
 from mla_fx.readings.axes import Axis, Index, combine, of_axis, whole
 from mla_fx.readings.bounds import clipped, unbounded
 from mla_fx.readings.calls import MULTIPLIES, args_of, options_of
@@ -156,11 +156,7 @@ def _is_bound(element: Element, part: ClippedTo | None) -> bool:
 
 
 def _is_largest(element: Element) -> bool:
-    try:
-        largest(element)
-    except NoMatch:
-        return False
-    return not element.roundings
+    return attempt(largest, element) is not None and not element.roundings
 
 
 def _is_as_computed(element: Element) -> bool:
