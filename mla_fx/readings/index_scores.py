@@ -84,8 +84,8 @@ def check_read_alone(found: IndexScores) -> None:
     def is_other(node: Node) -> bool:
         return node not in scores and node.target not in MOVERS
 
-    readers = computed_with([found.product], lambda node: node is found.topk or is_other(node))
-    other = next(filter(is_other, readers), None)
+    users = computed_with([found.product], lambda node: node is found.topk or is_other(node))
+    other = next(filter(is_other, users), None)
     if other is not None:
         what = f"index scores are also read by {name_of(other)}"
         raise NoMatch(f"{what}, and the chosen ones would be rounded otherwise", other)

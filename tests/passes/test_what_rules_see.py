@@ -23,14 +23,16 @@ FILES = sorted({*PATTERNS.rglob("*.py"), *READINGS, *WORDS, *OPERANDS})
 NOTING = {"args_of", "options_of", "operands_of"}
 # Only here readers of values are looked up, to find where to begin; what is found is then read like anything else.
 # Whatever depends on who reads a value is decided where a replacement is applied.
-FINDING = {"anchors", "written_alike", "_first_user", "_guards", "_first_result", "products", "_rounded"}
+FINDING = {"anchors", "written_alike", "_guards", "_first_result", "products", "_rounded", "readers"}
 FINDING |= {"_users", "logarithms", "merges", "feeds_alone", "results", "_writes", "_following", "weights"}
-# Whether a rewrite pays depends on who else reads exponentials; whether it is right does not.
-FINDING |= {"_readers"}
 # Anchors that this refuses come first, before there is a rewrite to repeat.
 FINDING |= {"check_read_alone"}
+# The same for the nearest readers, which `readers` finds.
+NEAREST = {"_first_user", "division", "ends_of_sums", "logarithms", "weights"}
+# Whether a rewrite pays depends on who else reads exponentials; whether it is right does not.
+NEAREST |= {"_alone"}
 # A plan's check looks at these, and a replay compares what it looked at.
-FINDING |= {"_casts_of"}
+NEAREST |= {"_rounding_to"}
 # A replay checks again whether an attribute is a literal. Names of sizes are for messages.
 FINDING |= {"_is_literal", "_names"}
 # A call's layout is read here, where a replacement is applied.
@@ -39,6 +41,7 @@ LAYING_OUT = {"_is_whole", "_strides_and_offset"}
 SEEN_IN = {
     **dict.fromkeys(("args", "kwargs", "all_input_nodes", "_input_nodes"), NOTING),
     **dict.fromkeys(("users", "prev", "next", "find_nodes", "computed_with"), FINDING),
+    "readers": NEAREST,
     **dict.fromkeys(("storage_offset", "untyped_storage", "data_ptr", "requires_grad", "_base"), LAYING_OUT),
 }
 
@@ -51,7 +54,7 @@ def test_nothing_is_seen_that_a_replay_does_not_compare(path):
         name = getattr(function, "name", "a lambda")
         for node in ast.walk(function):
             asked = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            if asked == "computed_with" or isinstance(node, ast.Attribute):
+            if asked in ("computed_with", "readers") or isinstance(node, ast.Attribute):
                 assert name in SEEN_IN.get(asked, {name}), f"{path.name}:{node.lineno}: {name} asks for {asked}"
 
 
