@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -23,7 +23,7 @@ from .codes.products import holds_codes
 from .constant import constant
 from .contraction import Contraction, contraction, scaled_product
 from .divided_late import SUMS, divided_late, division
-from .element import Element, computed_from, element_of, operand, readers, resolve
+from .element import Element, computed_from, element_of, first_reader, operand, resolve
 from .logits import Mask, added_scores, logits
 from .reading import Reading
 from .sizes import Size, ratio
@@ -204,16 +204,12 @@ def _is_computed_from(value: Node, node: Node) -> bool:
 def weighted_sum(node: Node) -> Node | None:
     """The product that consumes a softmax's probabilities, through views; None if there is none."""
     quotient = division(node)
-    return _first_user(node, SUMS, STEPS) if quotient is None else element_of(args_of(quotient)[0]).origin
+    return first_reader(node, SUMS, STEPS) if quotient is None else element_of(args_of(quotient)[0]).origin
 
 
 def codes_of(node: Node) -> Node | None:
     """The call that rounds a softmax's probabilities to codes; None if there is none."""
-    return _first_user(node, {aten.round.default}, TO_CODES)
-
-
-def _first_user(node: Node, wanted: Set[object], steps: Set[object]) -> Node | None:
-    return next((user for user in readers(node, steps) if user.target in wanted), None)
+    return first_reader(node, {aten.round.default}, TO_CODES)
 
 
 def _fused(node: Node) -> Attention:

@@ -11,7 +11,7 @@ from .axes import Index
 from .calls import CASTS, args_of
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, summed
-from .element import Element, operand, readers
+from .element import Element, first_reader, operand
 from .softmax import (
     EXPONENTIALS,
     MASKED_FILL,
@@ -35,7 +35,7 @@ def division(exp: Node) -> Node | None:
     """The quotient of a product and of a sum, each computed from an exponential, if this is one that is divided so."""
     if exp.target not in EXPONENTIALS:
         return None
-    quotient = next((user for user in readers(exp, STEPS) if user.target is aten.div.Tensor), None)
+    quotient = first_reader(exp, {aten.div.Tensor}, STEPS)
     if quotient is None or not isinstance(args_of(quotient)[1], Node) or exponential(args_of(quotient)[0]) is exp:
         return None
     total = _unguarded(operand(args_of(quotient)[1], fresh_index(quotient)))

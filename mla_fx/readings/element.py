@@ -333,6 +333,11 @@ def readers(value: Node, steps: Container[object]) -> Iterator[Node]:
     return (user for user in users if user.target not in steps)
 
 
+def first_reader(value: Node, wanted: Container[object], steps: Container[object]) -> Node | None:
+    """The nearest of these readers that calls a wanted operator."""
+    return next((user for user in readers(value, steps) if user.target in wanted), None)
+
+
 def _users(values: Iterable[Node]) -> Iterator[Node]:
     return (user for value in values for user in value.users)
 
