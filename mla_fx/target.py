@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 Compiled = Callable[..., Any]
 
-WITH_LSE = "_with_lse"  # how the names of a module's functions end that are for an operator's overload `with_lse`
-
 # A graph of torch's, or the operators of one in another format, each as a line of text.
 Shown = Graph | Sequence[str]
 
@@ -60,23 +58,14 @@ def to_body(entry: Operator, *args: Any, **kwargs: Any) -> Compiled:
 
 
 def modules_of_operators(package: str) -> Iterator[tuple[Operator, ModuleType]]:
-    """The modules of a package, and of the packages in it, that lower an operator, `OPERATOR`, each with that operator.
-    One that has functions for the overload with logarithms, too, is found again for that, with these functions."""
+    """The modules of a package, and of the packages in it, that lower an operator, `OPERATOR`, each with that
+    operator."""
     known = catalogue()
     for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         module = importlib.import_module(found.name)
         if hasattr(module, "OPERATOR"):
             yield known[module.OPERATOR], module
-        if hasattr(module, f"lower{WITH_LSE}"):
-            yield known[f"{module.OPERATOR}.with_lse"], _with_lse(module)
 
-
-def _with_lse(module: ModuleType) -> ModuleType:
-    """View a module with its functions for logarithms in place of the plain ones: `lower_with_lse` is `lower`."""
-    found = ModuleType(module.__name__)
-    own = {name.removesuffix(WITH_LSE): value for name, value in vars(module).items() if name.endswith(WITH_LSE)}
-    vars(found).update(vars(module) | own)
-    return found
 
 
 def first_of(module: ModuleType, other: Lowering) -> Lowering:

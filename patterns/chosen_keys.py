@@ -185,25 +185,26 @@ class ChosenKeys(Rule):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         masked = ((node, named_argument(node, "mask")) for node in super().anchors(graph))
         chosen = (node for node, mask in masked if isinstance(mask, Node) and seems_chosen(mask))
-        return (node for node in chosen if named_argument(node, "indices") is None)
+        free = (node for node in chosen if named_argument(node, "indices") is None)
+        return (node for node in free if not options_of(node).get("return_lse"))
 
     def rewrite(self, match: Match) -> Plan:
         call = match.reading(Reading, "call").node
-        mask = named_argument(call, "mask")
+        mask, query = named_argument(call, "mask"), args_of(call)[0].meta["val"]
         b, s, n = match.dims("b s n")
         found = selection(mask, (composite(b), composite(n), composite(s), fresh(shape_of(mask)[-1])))
         if found.numbers.axes & set(n):
             raise NoMatch("each head chooses keys of its own", found.node)
         sinks, *pages = (named_argument(call, name) for name in ("sinks", "block_table", *SCALES.values()))
         _check_hides(found, options_of(call).get("fill"), sinks, call)
-        masks = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), call.meta["val"].dtype)
+        masks = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), query.dtype)
         operands = tuple(itertools.takewhile(lambda value: value is not mask, args_of(call)))
         operands = (*operands, *masks, sinks, *pages)
         options = {name: value for name, value in options_of(call).items() if name in KEPT}
         if found.count == extent(found.keys):
             new = Call(call.target, *operands, **options)
             return Plan(Replacement(call, new), without=(found.numbers.origin,))
-        if call.target is PROMPTS and call.meta["val"].device.type != "cpu":
+        if call.target is PROMPTS and query.device.type != "cpu":
             raise ByDesign("only CPUs read the chosen keys alone for a prompt", call)
         _check_pays(found.count, extent(found.keys), call)
         indices = tensor(found.numbers, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
@@ -221,7 +222,7 @@ def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -
 
 def _check_pays(count: Size, keys: Size, call: Node) -> None:
     """Where a size is known at run time only, a target may choose then."""
-    heads = shape_of(call)[2]
+    heads = shape_of(args_of(call)[0])[2]
     if not (isinstance(count, int) and isinstance(keys, int) and isinstance(heads, int)):
         return
     if keys < (fewest(count, heads) if call.target is PROMPTS else PAYS * count):

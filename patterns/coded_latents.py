@@ -99,7 +99,7 @@ class CodedLatents(Rule):
 
 def _may_be_absorbed(call: Node) -> bool:
     """Keys and values are expanded from numbers."""
-    return call.target in LATENT_ATTENTION or options_of(call).get("max_absorbed_tokens", 0) != 0
+    return call.target is LATENT_ATTENTION or options_of(call).get("max_absorbed_tokens", 0) != 0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mla_fx.rule.readings import (
     Reading,
     Size,
     are_neighbours,
+    args_of,
     axes,
     is_same,
     joined,
@@ -67,14 +68,16 @@ class PackedMlaAttention(Rule):
 
     def rewrite(self, match: Match) -> Plan:
         calls = _chain(match.reading(Reading, "call").node)
-        if calls[0].meta["val"].device.type != "cpu":
+        if args_of(calls[0])[0].meta["val"].device.type != "cpu":
             raise ByDesign("only CPUs attend to packed sequences by one call", calls[0])
         lens = list(map(_tokens, calls))
         rows = {name: _operand([named_argument(call, name) for call in calls]) for name in ROWS}
         weights = {name: _operand([named_argument(calls[0], name)]) for name in WEIGHTS}
         given = positional(calls[0]) | rows | weights | {"lens": lens}
-        parts = Call(aten.split_with_sizes.default, Call(ONE, *given.values(), **keywords(calls[0])), lens, 1)
-        return Plan(*(Replacement(call, Call(operator.getitem, parts, place)) for place, call in enumerate(calls)))
+        out = Call(operator.getitem, Call(ONE, *given.values(), **keywords(calls[0])), 0)
+        parts = Call(aten.split_with_sizes.default, out, lens, 1)
+        old = ((place, user) for place, call in enumerate(calls) for user in call.users)
+        return Plan(*(Replacement(user, Call(operator.getitem, parts, place)) for place, user in old))
 
 
 def _chain(first: Node) -> list[Node]:
@@ -112,7 +115,7 @@ def _follows(one: Node | None, other: Node | None) -> bool:
 
 
 def _tokens(call: Node) -> Size:
-    return shape_of(call)[1]
+    return shape_of(args_of(call)[0])[1]
 
 
 def _operand(pieces: list[Node | None]) -> Expression | None:

@@ -20,8 +20,8 @@ from mla_fx.rule.readings import Rope, axes, element_of, named_argument
 
 # Operands of an attention that are rotated.
 QUERY = {
-    **dict.fromkeys(PLAIN_ATTENTION, "q_rope"),
-    **dict.fromkeys(LATENT_ATTENTION, "query_rope"),
+    PLAIN_ATTENTION: "q_rope",
+    LATENT_ATTENTION: "query_rope",
 }
 KEYS = "kr_cache"
 

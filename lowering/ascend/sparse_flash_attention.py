@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted.attention import fake_sums
 from mla_fx.ops.emitted.chosen_rows import seen_places
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.target import Compiled
@@ -44,8 +45,8 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
     return plain
 
 
-def plain(surface: Surface, a: Arguments) -> Tensor:
-    """The result of `mla_fx.latent_attention`. Without a rotary part, the kernel gets one of zeros.
+def plain(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
+    """The results of `mla_fx.latent_attention` without logarithms. Without a rotary part, the kernel gets one of zeros.
 
     Where all chosen keys of a row are hidden, the kernel averages over them, and the operator has zeros."""
     mask, a = a.mask, with_lengths(a)
@@ -71,7 +72,8 @@ def plain(surface: Surface, a: Arguments) -> Tensor:
         sparse_mode=mode,
         attention_mode=ABSORBED,
     )[0]
-    return causal_masks.checked(out.masked_fill(~sees_some(a).unsqueeze(-1), 0), mask, a.context_lens)
+    out = causal_masks.checked(out.masked_fill(~sees_some(a).unsqueeze(-1), 0), mask, a.context_lens)
+    return out, fake_sums(a.query, return_lse=False)
 
 
 def with_lengths(a: Arguments) -> Arguments:

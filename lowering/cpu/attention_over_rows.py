@@ -2,21 +2,19 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.lean import define_lean_on, first_result
-from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
+from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.emitted import latent_attention
 from mla_fx.ops.emitted.attention import share
 from mla_fx.ops.emitted.chosen_rows import over_rows
 from mla_fx.ops.emitted.codes import CODES, dtype_of, kind_of
-from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
-from mla_fx.ops.emitted.latent_attention import Arguments
-from mla_fx.ops.emitted.latent_attention_with_lse import of_queries
+from mla_fx.ops.emitted.kernel_operands import asked, in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
+from mla_fx.ops.emitted.latent_attention import RESULTS, Arguments, of_queries
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
@@ -52,21 +50,22 @@ def _library() -> Any:
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
+    """Compute latent_attention."""
     if a.indices is not None:
-        return of_queries(run(over_rows(a)), a.query)
+        return of_queries(run(over_rows(a)), a)
     if dtype_of(a) not in DTYPES or not is_built():  # the check of a rewrite computes in float64
-        return latent_attention.body(a), latent_attention_with_lse.body(replace(a, sinks=None))[1]
+        return latent_attention.body(a)
     out, lse = results(a)
     run_into(a, out, lse)
-    return out, lse
+    return out, lse if a.return_lse else lse.new_empty(0)
 
 
 def run_into(
     a: Arguments, out: Tensor, lse: Tensor, values: Tensor | None = None, starts: Tensor | None = None
 ) -> None:
-    """Compute both. With values [B, N, T, V], kv_cache has keys of each head, [B, N, T, R].
+    """Compute both; the logarithms leave out sinks.
 
+    With values [B, N, T, V], kv_cache has keys of each head, [B, N, T, R].
     With starts, int64 [B + 1], sequences lie one behind the other in memory: b has the rows from starts[b] to
     starts[b + 1] of queries, keys, values and results. S is the most tokens of one, and T as many keys."""
     if out.numel() == 0:
@@ -103,5 +102,4 @@ def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:
     )
 
 
-attend_with_lse = define_lean_on(Arguments, "attention_over_rows", run, results, returns=("out", "lse"))
-attend = first_result(attend_with_lse)
+attend = define_lean_on(Arguments, "attention_over_rows", run, asked, returns=RESULTS)

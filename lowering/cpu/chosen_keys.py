@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from mla_fx.ops.common.lean import define_lean_on, first_result
+from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.emitted import chosen_rows, latent_attention, mla_attention
 from mla_fx.ops.emitted.attention import as_mask, masked
 from mla_fx.ops.emitted.chosen_rows import check_numbers
-from mla_fx.ops.emitted.kernel_operands import results
+from mla_fx.ops.emitted.kernel_operands import asked
+from mla_fx.ops.emitted.latent_attention import RESULTS
 from mla_fx.ops.emitted.pages import context_of
 
 from . import attention_over_rows, prompts
@@ -33,7 +34,7 @@ def of_latents(a: latent_attention.Arguments) -> latent_attention.Arguments:
 
 
 def run(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention and the logarithms of its sums."""
+    """Compute latent_attention over the chosen rows or, if most keys are chosen, over all."""
     assert a.indices is not None, "keys are chosen"
     context = context_of(a.kv_cache, a.block_table)
     check_numbers(a.indices, context)
@@ -42,23 +43,20 @@ def run(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
     return attention_over_rows.run(a)
 
 
-def run_prompt(a: mla_attention.Arguments) -> Tensor:
-    """Compute mla_attention over the chosen rows or, if most keys are chosen, over all."""
+def run_prompt(a: mla_attention.Arguments) -> tuple[Tensor, Tensor]:
+    """Compute mla_attention without logarithms over the chosen rows or, if most keys are chosen, over all."""
     assert a.indices is not None, "keys are chosen"
     context = context_of(a.kv_cache, a.block_table)
     check_numbers(a.indices, context)
     is_checked = a.q_nope.dtype not in DTYPES  # a rewrite, with numbers that may name a key twice
     if is_checked or context >= mla_attention.fewest(a.indices.shape[-1], a.q_nope.shape[2]):
-        return mla_attention.by_rows(a, first_result(attention_over_rows.run))
+        return mla_attention.by_rows(a, attention_over_rows.run)
     if a.q_nope.shape[1] <= a.max_absorbed_tokens:
-        return mla_attention.by_rows(a, first_result(run))
+        return mla_attention.by_rows(a, run)
     return prompts.in_parts(chosen_rows.over_all(a))
 
 
-attend_with_lse = define_lean_on(
-    latent_attention.Arguments, "sparse_attention_over_rows", run, results, returns=("out", "lse")
-)
-attend = first_result(attend_with_lse)
+attend = define_lean_on(latent_attention.Arguments, "sparse_attention_over_rows", run, asked, returns=RESULTS)
 attend_prompt = define_lean_on(
-    mla_attention.Arguments, "sparse_mla_attention_over_rows", run_prompt, mla_attention.fake, returns=("out",)
+    mla_attention.Arguments, "sparse_mla_attention_over_rows", run_prompt, mla_attention.fake, returns=RESULTS
 )

@@ -5,10 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.lean import first_result
 from mla_fx.ops.common.machine import multiplies_pairs, multiplies_tiles
-from mla_fx.ops.emitted import latent_attention, mla_attention_with_lse
-from mla_fx.ops.emitted.attention import aligned
+from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.emitted.attention import aligned, fake_sums
 from mla_fx.ops.emitted.mla_attention import Arguments
 from mla_fx.ops.emitted.pages import context_of, unpaged
 from mla_fx.ops.emitted.tiled_attention import count_of_scores, last_seen, parts
@@ -32,15 +31,20 @@ def has_many_scores(a: Arguments) -> bool:
     return scores is None or scores > FEW_SCORES
 
 
-def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same as the expanded form of mla_attention.with_lse, whose logarithms leave out sinks."""
+def attend(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Compute the expanded form of mla_attention."""
+    out, lse = _attend(a)
+    return out, lse if a.return_lse else lse.new_empty(0)
+
+
+def _attend(a: Arguments) -> tuple[Tensor, Tensor]:
     a, weight = unpaged(a), one_weight(a.weight_uk, a.weight_uv)
     a = a if a.mask is None else replace(a, mask=aligned(a.mask, rows_first=False))
     batch, (heads, width) = a.q_nope.shape[0], weight.shape[:2]
     of_head = max(1, a.kv_cache.shape[1] * width)
     if of_head * heads * batch <= EXPANDED:
         return _of_heads(_up_to_last_key(a), weight)  # whole: cutting takes as long as a small call
-    out, lse = mla_attention_with_lse.fake(a)
+    out, lse = room(a)
     for first, last in parts(batch, max(1, EXPANDED // (of_head * heads))):
         some = _up_to_last_key(of_sequences(a, slice(first, last)))
         for first_head, last_head in parts(heads, max(1, EXPANDED // of_head)):
@@ -50,7 +54,9 @@ def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-attend = first_result(attend_with_lse)
+def room(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Room for attention and for logarithms, which the kernel writes in any case."""
+    return mla_attention.fake(a)[0], fake_sums(a.q_nope)
 
 
 def one_weight(weight_uk: Tensor, weight_uv: Tensor) -> Tensor:
@@ -89,6 +95,6 @@ def _of_heads(a: Arguments, weight: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = torch.split(both.transpose(1, 2), [a.weight_uk.shape[1], a.weight_uv.shape[1]], -1)
     operands = a.q_nope, a.q_rope, keys, a.kr_cache, a.mask, a.context_lens, a.sinks
     own = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
-    out, lse = mla_attention_with_lse.fake(a)
+    out, lse = room(a)
     attention_over_rows.run_into(own, out, lse, values)
     return out, lse

@@ -1,6 +1,6 @@
 """Packed sequences by attention_over_rows: keys and values are expanded for many short sequences at once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -13,32 +13,34 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import latent_attention, mla_attention
 from mla_fx.ops.emitted.kernel_operands import in_rows
+from mla_fx.ops.emitted.latent_attention import RESULTS
 from mla_fx.ops.emitted.mla_attention import Arguments, kernel
 from mla_fx.ops.emitted.packed_sequences import sequences
+from mla_fx.target import Compiled
 
 from . import attention_over_rows, heads_over_rows
 
 
-def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+def lower(a: Arguments) -> Compiled:
     if not heads_over_rows.is_fast(a):
         raise NoMatch("loops are for other dtypes and machines")
     return by_call
 
 
-def _run(a: Arguments) -> Tensor:
+def _run(a: Arguments) -> tuple[Tensor, Tensor]:
     if not heads_over_rows.is_fast(a):  # the check of a rewrite computes in float64
         return kernel(a)
     assert a.lens is not None, "sequences are packed"
-    out, first = mla_attention.fake(a), 0
+    (out, no_sums), first = mla_attention.fake(a), 0
     heads, nope, _ = a.weight_uk.shape
     most = heads_over_rows.EXPANDED // (heads * (nope + a.weight_uv.shape[1]))
     if out.shape[1] <= most:  # cutting takes as long as a small call
         _attend(a, out)
-        return out
+        return out, no_sums
     for lens in _groups(a.lens, most):
         own, first = slice(first, first + sum(lens)), first + sum(lens)
         _attend(_of_rows(a, own, lens), out[:, own])
-    return out
+    return out, no_sums
 
 
 def _groups(lens: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -61,7 +63,7 @@ def _of_rows(a: Arguments, own: slice, lens: list[int]) -> Arguments:
 def _attend(a: Arguments, out: Tensor) -> None:
     assert a.lens is not None, "sequences are packed"
     if len(a.lens) == 1:  # which may be long
-        out.copy_(heads_over_rows.attend(next(sequences(a))))
+        out.copy_(heads_over_rows.attend(next(sequences(a)))[0])
         return
     count, most, (heads, nope, _), width = len(a.lens), max(a.lens), a.weight_uk.shape, a.weight_uv.shape[1]
     both = linear(a.kv_cache[0], heads_over_rows.one_weight(a.weight_uk, a.weight_uv).flatten(0, 1))
@@ -80,4 +82,4 @@ def _attend(a: Arguments, out: Tensor) -> None:
     attention_over_rows.run_into(own, out[0], lse, of_heads(width, nope), starts)
 
 
-by_call = define_lean_on(Arguments, "packed_mla_attention_over_rows", _run, mla_attention.fake, returns=("out",))
+by_call = define_lean_on(Arguments, "packed_mla_attention_over_rows", _run, mla_attention.fake, returns=RESULTS)

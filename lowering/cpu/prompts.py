@@ -18,16 +18,16 @@ KEYS = 2**22  # elements of keys that are expanded at a time; measured: memory i
 ROWS = 1024  # query tokens; measured: PyTorch's kernel takes a third longer per row with a quarter as many
 
 
-def in_parts(a: Arguments) -> Tensor:
-    """The same as the expanded form of mla_attention."""
+def in_parts(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Compute the expanded form of mla_attention without logarithms."""
     if heads_over_rows.is_fast(a):
         return heads_over_rows.attend(a)
-    a, out = unpaged(a), mla_attention.fake(a)
+    a, (out, no_sums) = unpaged(a), mla_attention.fake(a)
     a = replace(a, mask=_mask(a), context_lens=None, is_causal=False)
     for sequence in range(out.shape[0]):
         some = slice(sequence, sequence + 1)
         _of_sequence(of_sequences(a, some), out[some])
-    return out
+    return out, no_sums
 
 
 def _mask(a: Arguments) -> Tensor | None:

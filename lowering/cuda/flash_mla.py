@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.lean import define_lean_on, first_result
-from mla_fx.ops.emitted.kernel_operands import results
-from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.emitted.kernel_operands import asked
+from mla_fx.ops.emitted.latent_attention import RESULTS, Arguments
 
 from ..ascend import limits
 from . import split_keys
@@ -48,7 +48,7 @@ def check(a: Any, query: Tensor) -> None:
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """latent_attention.with_lse of sequences of one token; by split_keys if the caches are not one combined cache,
+    """Compute latent_attention of sequences of one token; by split_keys if the caches are not one combined cache,
     which their addresses say."""
     if a.query.numel() == 0 or not is_combined(a):
         return split_keys.run(a)
@@ -86,12 +86,9 @@ def is_combined(a: Arguments) -> bool:
     return is_one and is_dense and is_aligned and len(latents) == len(rotary)
 
 
-operator = define_lean_on(Arguments, "attention_by_flash_mla", run, results, returns=("out", "lse"), device="CUDA")
+operator = define_lean_on(Arguments, "attention_by_flash_mla", run, asked, returns=RESULTS, device="CUDA")
 
 
-def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same as latent_attention.with_lse."""
+def attend(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Compute latent_attention."""
     return by_tokens(operator, a)
-
-
-attend = first_result(attend_with_lse)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.lean import define_lean_on, first_result
-from mla_fx.ops.emitted.kernel_operands import in_rows, results
-from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.common.lean import define_lean_on
+from mla_fx.ops.emitted.kernel_operands import asked, in_rows
+from mla_fx.ops.emitted.latent_attention import RESULTS, Arguments
 
 from . import split_keys
 from .libraries import check_chip, check_operands, imported
@@ -32,7 +32,7 @@ def check(a: Any, query: Tensor) -> None:
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """latent_attention.with_lse of sequences of one token."""
+    """Compute latent_attention of sequences of one token."""
     assert a.query_rope is not None and a.block_table is not None and a.context_lens is not None
     if 0 in (a.query.numel(), a.kv_cache.numel(), a.block_table.numel()):
         return split_keys.run(a)
@@ -57,16 +57,13 @@ operator = define_lean_on(
     Arguments,
     "attention_by_flashinfer",
     run,
-    results,
-    returns=("out", "lse"),
+    asked,
+    returns=RESULTS,
     device="CUDA",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 
-def attend_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same as latent_attention.with_lse."""
+def attend(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Compute latent_attention."""
     return by_tokens(operator, a)
-
-
-attend = first_result(attend_with_lse)

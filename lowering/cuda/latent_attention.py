@@ -1,20 +1,19 @@
 """Lowers latent_attention to split_keys, or to a library of the user's."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from mla_fx.ops.emitted.chosen_rows import over_rows
-from mla_fx.ops.emitted.latent_attention import Arguments
-from mla_fx.ops.emitted.latent_attention_with_lse import of_queries
+from mla_fx.ops.emitted.latent_attention import Arguments, of_queries
+from mla_fx.target import Compiled
 
-from .split_keys import attend, attend_with_lse, check_served
+from .split_keys import attend, check_served
 
 OPERATOR = "latent_attention"
 
 
-def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+def lower(a: Arguments) -> Compiled:
     if a.indices is not None:
         check_served(a.kv_cache, 1)
         return attend_chosen
@@ -22,28 +21,12 @@ def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
     return attend
 
 
-def attend_chosen(a: Arguments) -> Tensor:
+def attend_chosen(a: Arguments) -> tuple[Tensor, Tensor]:
     """Each query is a sequence of its own, whose pages are the rows that it chose. Their places are compiled code."""
-    return attend(over_rows(a)).view(a.query.shape)
+    return of_queries(attend(over_rows(a)), a)
 
 
-def lower_with_lse(a: Arguments) -> Callable[[Arguments], tuple[Tensor, Tensor]]:
-    if a.indices is not None:
-        check_served(a.kv_cache, 1)
-        return attend_chosen_with_lse
-    check_served(a.kv_cache, a.query.shape[1])
-    return attend_with_lse
-
-
-def attend_chosen_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    return of_queries(attend_with_lse(over_rows(a)), a.query)
-
-
-def lower_to(library: Any, a: Arguments) -> Any:
+def lower_to(library: Any, a: Arguments) -> Compiled:
     library.check(a, a.query)
-    return library.attend
-
-
-def lower_to_with_lse(library: Any, a: Arguments) -> Any:
-    library.check(a, a.query)
-    return library.attend_with_lse
+    attend: Compiled = library.attend
+    return attend

@@ -6,9 +6,7 @@ PyTorch's attention computes the same, and such calls stay out of CUDA graphs.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +15,11 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import mla_attention
 from mla_fx.ops.emitted.attention import aligned, as_mask
+from mla_fx.ops.emitted.latent_attention import RESULTS
 from mla_fx.ops.emitted.mla_attention import Arguments, is_masked, joined
 from mla_fx.ops.emitted.pages import context_of, unpaged
 from mla_fx.ops.emitted.tiled_attention import by_pytorch, is_expressible, mask_of_rows, parts, seen_keys, tame_limit
+from mla_fx.target import Compiled
 
 from ..ascend import limits
 from ..cpu.cut import of_heads, of_sequences
@@ -30,7 +30,7 @@ PART = 2**27  # bytes of keys and values that are expanded at a time
 MASK = 2**27  # elements of a mask that are stored at a time
 
 
-def lower(a: Arguments) -> Callable[[Arguments], Any]:
+def lower(a: Arguments) -> Compiled:
     if a.q_nope.device.type != "cuda":
         raise NoMatch("parts are for CUDA devices")
     context, batch, heads = context_of(a.kv_cache, a.block_table), a.q_nope.shape[0], a.q_nope.shape[2]
@@ -49,14 +49,14 @@ def bytes_of_head(a: Arguments, context: int) -> int:
     return context * (a.weight_uk.shape[1] + rotary + a.weight_uv.shape[1]) * a.q_nope.element_size()
 
 
-def run(a: Arguments) -> Tensor:
-    """The expanded form of mla_attention. No score may be infinite or NaN under a mask."""
-    a, out = unpaged(a), mla_attention.fake(a)
+def run(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Compute the expanded form of mla_attention without logarithms. No score may be infinite or NaN under a mask."""
+    a, (out, no_sums) = unpaged(a), mla_attention.fake(a)
     a = a if a.mask is None else replace(a, mask=aligned(a.mask, rows_first=False))
     for sequence in range(out.shape[0]):
         some = slice(sequence, sequence + 1)
         _of_sequence(of_sequences(a, some), out[some])
-    return out
+    return out, no_sums
 
 
 def _of_sequence(a: Arguments, out: Tensor) -> None:
@@ -84,7 +84,7 @@ def _seen(a: Arguments) -> Tensor | None:
     return seen_keys(a.mask if a.context_lens is None else _mask(a, a.q_nope.shape[1] - 1, a.q_nope.shape[1]))
 
 
-def run_under_mask(a: Arguments) -> Tensor:
+def run_under_mask(a: Arguments) -> tuple[Tensor, Tensor]:
     a = unpaged(a)
     return run(a) if is_tame(a) else mla_attention.tiled(a)
 
@@ -102,13 +102,15 @@ def is_tame(a: Arguments) -> Tensor:
     return torch.stack([one.all() for one in small]).all()
 
 
-in_parts = define_lean_on(Arguments, "mla_attention_in_parts", run, mla_attention.fake, returns=("out",), device="CUDA")
+in_parts = define_lean_on(
+    Arguments, "mla_attention_in_parts", run, mla_attention.fake, returns=RESULTS, device="CUDA"
+)
 under_mask = define_lean_on(
     Arguments,
     "mla_attention_in_parts_under_mask",
     run_under_mask,
     mla_attention.fake,
-    returns=("out",),
+    returns=RESULTS,
     device="CUDA",
     tags=(torch.Tag.cudagraph_unsafe,),
 )

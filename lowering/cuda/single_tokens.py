@@ -17,7 +17,7 @@ Attend = Callable[[Arguments], tuple[Tensor, Tensor]]
 
 
 def by_tokens(attend: Attend, a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same as latent_attention.with_lse without mask, sinks and fill.
+    """Compute latent_attention without mask, sinks and fill.
 
     `attend` gets sequences of one token with lengths int32 [B * S], 1 to T, and a block_table int32 of pages that
     exist. A row that sees no key becomes zeros, and one whose page does not exist NaN: a device cannot raise."""
@@ -33,12 +33,13 @@ def by_tokens(attend: Attend, a: Arguments) -> tuple[Tensor, Tensor]:
             context_lens=seen.clamp(min=1).flatten().int(),
             block_table=pages.clamp(0, count - 1).int().repeat_interleave(sizes[1], 0),
             is_causal=False,
+            return_lse=True,
         )
     )
     unseen, lost = (seen == 0).unsqueeze(-1), is_lost.unsqueeze(-1)
     lse = lse.view(sizes).masked_fill(unseen, -torch.inf).masked_fill(lost, torch.nan)
     out = out.view(a.query.shape).masked_fill(unseen.unsqueeze(-1), 0)
-    return out.masked_fill(lost.unsqueeze(-1), torch.nan), lse
+    return out.masked_fill(lost.unsqueeze(-1), torch.nan), lse if a.return_lse else lse.new_empty(0)
 
 
 def seen_keys(a: Arguments) -> Tensor:

@@ -15,12 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.lean import define_lean_on, first_result
+from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted.chosen_rows import over_rows
 from mla_fx.ops.emitted.codes import CODES, kind_of
-from mla_fx.ops.emitted.kernel_operands import in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
-from mla_fx.ops.emitted.latent_attention import Arguments
-from mla_fx.ops.emitted.latent_attention_with_lse import of_queries
+from mla_fx.ops.emitted.kernel_operands import asked, in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
+from mla_fx.ops.emitted.latent_attention import RESULTS, Arguments, of_queries
 from mla_fx.ops.emitted.pages import context_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -215,12 +214,17 @@ def check_served(kv_cache: Tensor, tokens: int) -> None:
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """latent_attention, and the logarithms of latent_attention.with_lse, which leave out sinks."""
+    """Compute latent_attention."""
     if a.indices is not None:
-        return of_queries(run(over_rows(a)), a.query)
+        return of_queries(run(over_rows(a)), a)
     out, lse = results(a)
-    if out.numel() == 0:
-        return out, lse
+    if out.numel() > 0:
+        run_into(a, out, lse)
+    return out, lse if a.return_lse else lse.new_empty(0)
+
+
+def run_into(a: Arguments, out: Tensor, lse: Tensor) -> None:
+    """Compute both; the logarithms leave out sinks."""
     batch, steps, heads, rank = a.query.shape
     rows, context = steps * heads, context_of(a.kv_cache, a.block_table)
     blocks = triton.cdiv(rows, ROWS)
@@ -239,7 +243,6 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
     sinks = lses if a.sinks is None else a.sinks.contiguous()
     powers = columns_of(rank), triton.next_power_of_2(parts)
     join_parts[(batch * rows,)](outs, lses, sinks, out, lse, heads, parts, rank, *powers, a.sinks is not None)
-    return out, lse
 
 
 def count_of_parts(tasks: int, context: int, device: torch.device) -> int:
@@ -310,7 +313,4 @@ def columns_of(count: int) -> int:
     return max(FEWEST, int(triton.next_power_of_2(count)))
 
 
-attend_with_lse = define_lean_on(
-    Arguments, "attention_over_split_keys", run, results, returns=("out", "lse"), device="CUDA"
-)
-attend = first_result(attend_with_lse)
+attend = define_lean_on(Arguments, "attention_over_split_keys", run, asked, returns=RESULTS, device="CUDA")

@@ -3,7 +3,7 @@
 Such a file names the operator that it lowers, `OPERATOR`, and has a function `lower(a)`, which gets what is known about
 a call's `Arguments`. It returns the function of these arguments that is traced in place of the call, or raises NoMatch
 with a sentence that says why the call stays; or it has this sentence, `STAYS`. It may have a function `from_copies`,
-which takes more memory than a call. Functions whose names end in `_with_lse` are those for this overload."""
+which takes more memory than a call."""
 
 from __future__ import annotations
 

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
-from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse
-from mla_fx.ops.emitted.attention import aligned, column_of, masked, probabilities, scaled, share
+from mla_fx.ops.emitted import latent_attention
+from mla_fx.ops.emitted.attention import aligned, column_of, fake_sums, masked, probabilities, scaled, share
 from mla_fx.ops.emitted.latent_attention import Arguments, in_numbers, scores, weighted
 from mla_fx.ops.emitted.pages import READS_PAGES, in_one_piece
 from mla_fx.ops.emitted.tiled_attention import count_of_scores, goes_by_tiles
 from mla_fx.target import Compiled
+
+Results = tuple[Tensor, Tensor]
 
 OPERATOR = "latent_attention"
 PART = 2**21  # scores at a time, at least; measured on a CPU
@@ -23,35 +25,30 @@ MAX_PARTS = 4  # each part is compiled separately
 IN_TILES = "it works on tiles of query rows; a compiler would keep the scores of all rows"
 
 
-def lower(a: Arguments) -> Callable[[Arguments], Tensor]:
+def lower(a: Arguments) -> Compiled:
     if a.indices is not None:
         return latent_attention.body
     if a.block_table is not None:
         raise NoMatch(READS_PAGES)
+    if a.return_lse:
+        return latent_attention.body
     if goes_by_tiles(a.query, a.kv_cache.shape[1]):
         raise NoMatch(IN_TILES)
     return in_parts
 
 
-def from_copies(a: Arguments) -> Tensor:
+def from_copies(a: Arguments) -> Results:
     """The same from a copy of the contexts, with all scores stored at once."""
-    return in_parts(in_one_piece(a))
+    a = in_one_piece(a)
+    return latent_attention.body(a) if a.return_lse else in_parts(a)
 
 
-def lower_with_lse(a: Arguments) -> Compiled:
-    """To the body over contexts in one piece."""
-    if a.indices is None and a.block_table is not None:
-        raise NoMatch(READS_PAGES)
-    return latent_attention_with_lse.body
+def in_parts(a: Arguments) -> Results:
+    """The same without logarithms, in parts of the batch."""
+    return _in_parts(in_numbers(a)), fake_sums(a.query, return_lse=False)
 
 
-def from_copies_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    return latent_attention_with_lse.body(in_one_piece(a))
-
-
-def in_parts(a: Arguments) -> Tensor:
-    """The same in parts of the batch."""
-    a = in_numbers(a)
+def _in_parts(a: Arguments) -> Tensor:
     count = _parts(a)
     if count == 1:
         return _undivided(a)
@@ -102,7 +99,8 @@ def undivided(
 
     A compiler of loops then stores rounded probabilities, where a softmax keeps all scores in float32."""
     if dtype == torch.float16 or statically_known_true(latent.shape[-1] == 0):  # no range for sums, or no maximum
-        return product(probabilities(latent, rotated, mask, scale, fill, sinks, rows_first).to(dtype))
+        weights, _ = probabilities(latent, rotated, mask, scale, fill, sinks, rows_first)
+        return product(weights.to(dtype))
     scores = scaled(latent, rotated, scale)
     if mask is not None:
         scores = masked(scores, aligned(_stored(mask, fill, scores.dtype), rows_first), fill)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import mla_attention, mla_attention_with_lse
+from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.attention import fake_sums
 from mla_fx.ops.emitted.chosen_rows import over_all
 from mla_fx.ops.emitted.mla_attention import (
     CHOOSES,
@@ -28,7 +29,7 @@ from mla_fx.ops.emitted.tiled_attention import Form, goes_by_tiles, is_expressib
 from mla_fx.target import Compiled
 
 from .conditional import can_choose, conditional
-from .latent_attention import IN_TILES, in_parts, undivided
+from .latent_attention import IN_TILES, Results, in_parts, undivided
 
 OPERATOR = "mla_attention"
 BY_ROWS = "it takes some query rows at a time; a compiler would copy the chosen keys of all of them"
@@ -36,14 +37,29 @@ BY_SEQUENCES = "its logarithms are those of one sequence after the other"
 COMPUTED = "it chooses its form at each call, and sizes of its operands are computed, which a conditional does not take"
 
 
-def lower(a: Arguments) -> Form:
+def lower(a: Arguments) -> Compiled:
     if a.indices is not None:
         raise NoMatch(BY_ROWS)
+    if a.return_lse:
+        return lower_with_sums(a)
     for sequence in [a] if a.lens is None else sequences(a):
         check_forms(sequence)
     if a.block_table is not None and a.max_absorbed_tokens != 0:
         raise NoMatch(READS_PAGES)
     return compiled
+
+
+def lower_with_sums(a: Arguments) -> Compiled:
+    """To the body over contexts in one piece."""
+    if a.lens is not None:
+        raise NoMatch(BY_SEQUENCES)
+    if is_chosen_at_run_time(a):
+        raise NoMatch(CHOOSES)
+    if a.block_table is not None and is_absorbed(a):
+        raise NoMatch(READS_PAGES)
+    if goes_by_tiles(a.q_nope, context_of(a.kv_cache, a.block_table)):
+        raise NoMatch(IN_TILES)
+    return mla_attention.body
 
 
 def check_forms(a: Arguments) -> None:
@@ -60,95 +76,72 @@ def check_forms(a: Arguments) -> None:
         raise NoMatch(IN_TILES)
 
 
-def compiled(a: Arguments) -> Tensor:
-    """The same in memory that does not grow with S * T. If S is a symbol, both forms are traced."""
+def compiled(a: Arguments) -> Results:
+    """The same without logarithms in memory that does not grow with S * T. If S is a symbol, both forms are traced."""
     if a.lens is not None:
         return one_by_one(a, compiled)
     if is_chosen_at_run_time(a):
         return at_run_time(a, tiled)
     if is_absorbed(a):
-        return in_latent_space(a)
+        return absorbed(a, in_parts)
     return short(a) if has_few_scores(a) else tiled(a)
 
 
 @functools.cache  # one function for equal calls, which are traced once
-def absorbed_by(attend: Compiled) -> Form:
+def absorbed_by(attend: Compiled) -> Compiled:
     """The absorbed form, for a function that computes latent_attention."""
     return functools.partial(absorbed, attend=attend)
-
-
-@functools.cache
-def absorbed_by_with_lse(attend: Compiled) -> Compiled:
-    return functools.partial(mla_attention_with_lse.absorbed, attend=attend)
 
 
 in_latent_space = absorbed_by(in_parts)
 
 
-def from_copies(a: Arguments) -> Tensor:
+def from_copies(a: Arguments) -> Results:
     """The same from a copy of the contexts, with all scores stored at once unless PyTorch's own attention computes the
     same."""
     if a.lens is not None:
         return one_by_one(a, from_copies)
     a = in_one_piece(a if a.indices is None else over_all(a))
+    if a.return_lse:
+        return expanded(a) if is_chosen_at_run_time(a) else mla_attention.body(a)
     many = tiled if is_expressible(a.q_nope, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
     if is_chosen_at_run_time(a):
         return at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
-    return in_latent_space(a) if is_absorbed(a) else many(a)
+    return absorbed(a, in_parts) if is_absorbed(a) else many(a)
 
 
-def lower_with_lse(a: Arguments) -> Compiled:
-    """To the body over contexts in one piece."""
-    if a.indices is not None:
-        raise NoMatch(BY_ROWS)
-    if a.lens is not None:
-        raise NoMatch(BY_SEQUENCES)
-    if is_chosen_at_run_time(a):
-        raise NoMatch(CHOOSES)
-    if a.block_table is not None and is_absorbed(a):
-        raise NoMatch(READS_PAGES)
-    if goes_by_tiles(a.q_nope, context_of(a.kv_cache, a.block_table)):
-        raise NoMatch(IN_TILES)
-    return mla_attention_with_lse.body
-
-
-def from_copies_with_lse(a: Arguments) -> tuple[Tensor, Tensor]:
-    if a.lens is not None:
-        return mla_attention_with_lse.body(a)
-    a = in_one_piece(a if a.indices is None else over_all(a))
-    return mla_attention_with_lse.expanded(a) if is_chosen_at_run_time(a) else mla_attention_with_lse.body(a)
-
-
-def at_run_time(a: Arguments, expand: Form, absorb: Form = in_latent_space) -> Tensor:
-    """A conditional on the S of the call."""
+def at_run_time(a: Arguments, expand: Compiled, absorb: Compiled = in_latent_space) -> Results:
+    """A conditional on the S of the call, without logarithms."""
     tensors, widths = _tensors(a), [a.weight_uk.shape[1], a.weight_uv.shape[1]]
     if not (a.weight_uk.is_contiguous() and a.weight_uv.is_contiguous()):
         # slices of one weight are joined to that weight, which a conditional takes without copying it
         tensors["weight_uk"] = torch.cat((tensors["weight_uk"], tensors.pop("weight_uv")), 1)
 
-    def form(compute: Form) -> Form:
+    def form(compute: Compiled) -> Form:
         def of(*given: Tensor) -> Tensor:
             read: dict[str, Any] = dict(zip(tensors, given, strict=True))
             if "weight_uv" not in read:
                 read["weight_uk"], read["weight_uv"] = torch.split(read["weight_uk"], widths, 1)
-            return compute(replace(a, **read))
+            out, _ = compute(replace(a, **read))
+            return out  # type: ignore[no-any-return]
 
         return of
 
     sizes, condition = (*a.q_nope.shape[:3], widths[1]), a.q_nope.shape[1] <= a.max_absorbed_tokens
-    return conditional(condition, form(absorb), form(expand), tuple(tensors.values()), sizes)
+    out = conditional(condition, form(absorb), form(expand), tuple(tensors.values()), sizes)
+    return out, fake_sums(a.q_nope, return_lse=False)
 
 
 def _tensors(a: Arguments) -> dict[str, Tensor]:
     return {name: value for name, value in vars(a).items() if isinstance(value, Tensor)}
 
 
-def tiled(a: Arguments) -> Tensor:
+def tiled(a: Arguments) -> Results:
     return mla_attention.tiled(a, conditional)
 
 
-def short(a: Arguments) -> Tensor:
+def short(a: Arguments) -> Results:
     """`expanded` for few scores on a CPU."""
     scores, value = mla_attention.operands(a)
     out = undivided(lambda weights: weights @ value, value.dtype, *scores, a.scale, a.fill, a.sinks)
-    return out.transpose(1, 2).contiguous()
+    return out.transpose(1, 2).contiguous(), fake_sums(a.q_nope, return_lse=False)

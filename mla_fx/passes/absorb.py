@@ -15,7 +15,6 @@ of unknown length: expanding few keys costs little.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -29,13 +28,9 @@ from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.draft import Change, Draft
 from mla_fx.rewriting.emitter import Apply, Emitter
+from mla_fx.rewriting.replacement import LATENT_ATTENTION
 from mla_fx.target import Target
 
-WITHOUT_LSE, WITH_LSE = torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.mla_attention.with_lse
-ABSORBED: dict[Any, Any] = {
-    WITHOUT_LSE: torch.ops.mla_fx.latent_attention.default,
-    WITH_LSE: torch.ops.mla_fx.latent_attention.with_lse,
-}
 ALWAYS = 2**62
 LIMIT = "max_absorbed_tokens"
 MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
@@ -59,8 +54,8 @@ def max_absorbed_tokens(policy: str, device: str, context: Size, given: int | No
 
 
 def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply) -> None:
-    """Rewrites an mla_attention whose S is provably small to latent_attention, with logarithms if it has them. Raises
-    NoMatch with the reason if it stays as it is; `apply` may refuse, too.
+    """Rewrites an mla_attention whose S is provably small to latent_attention. Raises NoMatch with the reason if it
+    stays as it is; `apply` may refuse, too.
 
     If S is a symbol that may be large, a call with the limit at which it decides at run time takes its place. It stays
     expanded if the target cannot run the operator.
@@ -121,8 +116,6 @@ def _limit(node: Node, emit: Emitter, limit: int, apply: Apply) -> None:
 def _results(node: Node, call: Draft | Node, emit: Emitter) -> list[tuple[Node, Draft | Node]]:
     """What a call computes, and what another one computes instead."""
     call.meta[ORIGINS] = node.meta.get(ORIGINS, [])
-    if node.target is WITHOUT_LSE:
-        return [(node, call)]
     return [(result, emit.call(operator.getitem, call, args_of(result)[1])) for result in node.users]
 
 
@@ -136,4 +129,4 @@ def _absorbed(node: Node, emit: Emitter) -> Draft | Node:
     q_nope, q_rope, kv_cache, kr_cache, weight_uk, _, *masks, _ = positional(node).values()  # the last are lens
     options = {name: value for name, value in node.kwargs.items() if name != LIMIT}
     query = emit.inlined(absorb_query, q_nope, weight_uk)
-    return emit.call(ABSORBED[node.target], query, q_rope, kv_cache, kr_cache, *masks, **options)
+    return emit.call(LATENT_ATTENTION, query, q_rope, kv_cache, kr_cache, *masks, **options)

@@ -22,10 +22,11 @@ from mla_fx.passes.triage import has_bottleneck, is_functional, triage
 from mla_fx.readings.equal_sizes import written_alike
 from mla_fx.readings.sizes import size_facts
 from mla_fx.rewriting.cleanup import Snapshot, empty_parts, erase_orphans, rejoined, round_trips, turns
+from mla_fx.rewriting.replacement import PLAIN_ATTENTION
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
-from .absorb import ABSORBED, absorb
+from .absorb import absorb
 from .apply_rules import recognise, tell_miss
 from .chosen_keys import chosen_keys
 from .hoist import inputs_of, read_ahead
@@ -56,7 +57,7 @@ def look_around(run: Run) -> None:
 def choose_absorbed(run: Run) -> None:
     if not run.is_changed:
         return
-    for node in (node for form in ABSORBED for node in run.graph.find_nodes(op="call_function", target=form)):
+    for node in run.graph.find_nodes(op="call_function", target=PLAIN_ATTENTION):
         try:
             absorb(node, run.emit, run.options.absorb, run.target, functools.partial(apply, run))
         except NoMatch as miss:

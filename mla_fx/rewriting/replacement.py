@@ -28,9 +28,9 @@ from .plan import Call, Cast, Computed, Expression, Plan, Replacement
 aten = torch.ops.aten
 
 # The operators that replace a recognised attention. They accept operands in any layout.
-LATENT_ATTENTION = torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.latent_attention.with_lse
-PLAIN_ATTENTION = torch.ops.mla_fx.mla_attention.default, torch.ops.mla_fx.mla_attention.with_lse
-ATTENTION = (*PLAIN_ATTENTION, *LATENT_ATTENTION)
+LATENT_ATTENTION = torch.ops.mla_fx.latent_attention.default
+PLAIN_ATTENTION = torch.ops.mla_fx.mla_attention.default
+ATTENTION = PLAIN_ATTENTION, LATENT_ATTENTION
 
 # Operators that read a tensor's shape and dtype, but not its values.
 LIKE = frozenset(

@@ -31,7 +31,7 @@ from mla_fx.rule.readings import (
 )
 
 from . import cases
-from .pieces import WITH_LSE, call_of, feeds_alone, joined_pieces
+from .pieces import call_of, feeds_alone, joined_pieces, returns_lse
 
 aten, fused = torch.ops.aten, torch.ops.mla_fx
 CHOICES = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -51,7 +51,7 @@ class MergeAttention(Rule):
     rejects: ClassVar[Sequence[Case]] = (Case("base two", cases.BaseTwo, because=NOT_SHARES),)
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        calls = [call for target in WITH_LSE for call in graph.find_nodes(op="call_function", target=target)]
+        calls = list(filter(returns_lse, graph.nodes))
         gathered = [node for node in graph.nodes if calls and str(node.target) == GATHERED]
         return merges(calls, gathered) if len(calls) > 1 or gathered else iter(())
 

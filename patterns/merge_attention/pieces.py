@@ -23,7 +23,7 @@ from torch.fx import Node
 from mla_fx.ops.emitted.attention import aligned, as_mask
 from mla_fx.ops.emitted.pages import context_of
 from mla_fx.rule import NoMatch, Plan
-from mla_fx.rule.operands import Call, Cast, Expression, Inlined, Replacement, result, tensor
+from mla_fx.rule.operands import ATTENTION, Call, Cast, Expression, Inlined, Replacement, result, tensor
 from mla_fx.rule.readings import (
     Element,
     are_neighbours,
@@ -41,8 +41,6 @@ from mla_fx.rule.readings import (
     resolve,
 )
 
-fused = torch.ops.mla_fx
-WITH_LSE = (fused.latent_attention.with_lse, fused.mla_attention.with_lse)
 PIECES = ("kv_cache", "kr_cache", "block_table")
 MASKS = ("mask", "context_lens")
 
@@ -77,9 +75,14 @@ def results(merge: Node) -> list[Node]:
 
 def feeds_alone(merge: Node) -> bool:
     """Whether nothing else reads the attention that is merged. It would be computed twice."""
-    before = {merge, *computed_from(merge, lambda node: node.target in WITH_LSE)}
-    calls = [node for node in before if node.target in WITH_LSE]
+    before = {merge, *computed_from(merge, returns_lse)}
+    calls = list(filter(returns_lse, before))
     return before.issuperset(computed_with(calls, lambda node: node is merge or node not in before))
+
+
+def returns_lse(node: Node) -> bool:
+    """Whether this is attention with its logarithms."""
+    return node.target in ATTENTION and bool(options_of(node).get("return_lse"))
 
 
 def call_of(out: Element, lse: Element) -> Node | None:
@@ -87,7 +90,7 @@ def call_of(out: Element, lse: Element) -> Node | None:
     if any(one.origin.target is not operator.getitem or one.factor != 1.0 for one in (out, lse)):
         return None
     (call, first), (other, second) = (args_of(one.origin) for one in (out, lse))
-    return call if call is other and call.target in WITH_LSE and (first, second) == (0, 1) else None
+    return call if call is other and returns_lse(call) and (first, second) == (0, 1) else None
 
 
 def _chains(parts: Sequence[_Part]) -> list[list[_Part]]:

@@ -53,6 +53,8 @@ from mla_fx.rule import (
     var,
 )
 from mla_fx.rule.operands import (
+    LATENT_ATTENTION,
+    PLAIN_ATTENTION,
     ByHoisting,
     Call,
     Cast,
@@ -105,7 +107,7 @@ from .checks import check_operands, check_rank, columns_of, forms
 from .factors import attention_factors
 from .sums import log_sum_exps
 
-aten, fused = torch.ops.aten, torch.ops.mla_fx
+aten = torch.ops.aten
 LATENT, WEIGHT_UK, WEIGHT_UV = var("kv_cache", "b t c"), var("weight_uk", "n e c"), var("weight_uv", "n v c")
 Q_NOPE = var("q_nope", "b s n e")
 NOPE = either(
@@ -187,7 +189,7 @@ class MlaAttention(Rule):
     def plan(self, match: Match, lses: Sequence[LogSumExp] = ()) -> Plan:
         """`lses` are logarithms of the sums that the softmax divides by, which the operator then returns, too."""
         found = match.reading(Attention, "attention")
-        out, sums, hides = self.attend(match, with_lse=bool(lses))
+        out, sums, hides = self.attend(match, return_lse=bool(lses))
         new = replacing(found.node, found.index, out, padding=found.padding)
 
         def logarithm(lse: LogSumExp) -> Replacement:
@@ -196,7 +198,7 @@ class MlaAttention(Rule):
 
         return Plan(new, *map(logarithm, lses), exact=_rounded_once(match, _dtype(match)))
 
-    def attend(self, match: Match, *, with_lse: bool) -> tuple[Computed, Expression, bool]:
+    def attend(self, match: Match, *, return_lse: bool) -> tuple[Computed, Expression, bool]:
         """Attention, the logarithms [b, s, n], and whether keys may be hidden from rows."""
         found = match.reading(Attention, "attention")
         columns = columns_of(match, found)
@@ -228,18 +230,19 @@ class MlaAttention(Rule):
             return ByHoisting(q_nope, scaled(q_nope, "weight_uk", "1 1 n e")), ByHoisting(weight, codes)
 
         context = operand("q_rope", "b s n r"), made("kv_cache", "b t c"), operand("kr_cache", "b t r")
-        (masks, options), form = _masks(match, found, dtype), "with_lse" if with_lse else "default"
+        masks, options = _masks(match, found, dtype)
+        options |= {"return_lse": True} if return_lse else {}
         if keys == values == "expanded":
             q_nope, weight_uk = query_and_weight()
             operands = q_nope, *context, weight_uk, made("weight_uv", "n v c"), *masks
-            call = Call(getattr(fused.mla_attention, form), *operands, scale=scale, **options)
+            call = Call(PLAIN_ATTENTION, *operands, scale=scale, **options)
         else:
             query = made("query", "b s n c") if keys == "absorbed" else Inlined(absorb_query, query_and_weight())
-            call = Call(getattr(fused.latent_attention, form), query, *context, *masks, scale=scale, **options)
+            call = Call(LATENT_ATTENTION, query, *context, *masks, scale=scale, **options)
+        out: Expression = Call(operator.getitem, call, 0)
         sums = Call(operator.getitem, call, 1)
-        out: Expression = Call(operator.getitem, call, 0) if with_lse else call
         hides = not all(mask is None for mask in masks[:2])
-        if with_lse and hides and not found.zeroes:
+        if return_lse and hides and not found.zeroes:
             out = Inlined(nan_where_blind, (out, sums))
         if keys == "absorbed" and values == "expanded":
             out = Inlined(expand_output, (out, made("weight_uv", "n v c")))
@@ -307,7 +310,7 @@ class MlaAttentionSums(MlaAttentionLse):
         dtype = functools.reduce(torch.promote_types, map(_dtype, parts))
         outs, lses = list[Expression](), list[Expression]()
         for part in parts:
-            out, sums, _ = self.attend(part, with_lse=True)
+            out, sums, _ = self.attend(part, return_lse=True)
             *rows, columns = _dims(part.reading(MergedSums, "merge"))
             outs.append(tensor(out, [*rows, columns], dtype=dtype, expand=True))
             lses.append(tensor(result(sums, part.dims("b s n")), rows, expand=True))

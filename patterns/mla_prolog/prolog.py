@@ -88,7 +88,7 @@ class Prolog(Rule):
     """A form of caches: what it reads, and the operator that writes it."""
 
     stage = "prolog"
-    targets = LATENT_ATTENTION
+    targets = (LATENT_ATTENTION,)
 
     def rewrite(self, match: Match) -> Plan:
         layer = self.layer(match)

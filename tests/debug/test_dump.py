@@ -127,7 +127,7 @@ if __name__ == "__main__":
         self.assertExpectedInline(
             graph_text(fused_graph()),
             """\
-# a graph: 6 nodes. Run this file to compute it on random inputs.
+# a graph: 8 nodes. Run this file to compute it on random inputs.
 
 
 import torch
@@ -151,8 +151,10 @@ def graph(inputs):
     #   model.py:41, layers.0.mix: view_3
     #   model.py:42: div
     #   unknown source: clone
-    latent_attention = mla_fx.latent_attention(inputs["q_1"], inputs["q_rope_1"], inputs["kv_1"], inputs["k_rope_1"], None, scale=0.5)  # bf16[1, 1, 2, 4]
-    return latent_attention
+    latent_attention = mla_fx.latent_attention(inputs["q_1"], inputs["q_rope_1"], inputs["kv_1"], inputs["k_rope_1"], None, scale=0.5)  # (bf16[1, 1, 2, 4], f32[0])
+    getitem = latent_attention[0]  # bf16[1, 1, 2, 4]
+    getitem_1 = latent_attention[1]  # f32[0]
+    return (getitem, getitem_1)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def expected_latent(query, query_rope, kv_cache, kr_cache, mask, lengths, sinks,
 
 def compare_latent(converted, steps, is_paged):
     args, options = latent_call(steps, is_paged)
-    (found,) = Call("latent_attention", args, options).on_npu(converted)
+    found, _ = Call("latent_attention", args, options).on_npu(converted)
     user_calls.check_exact(found, expected_latent(*args))
 
 
@@ -78,7 +78,7 @@ def expected_prompt(q_nope, q_rope, latents, k_rope, up_keys, up_values, mask):
 def compare_prompt(converted):
     """Keys and values are rounded to bfloat16 as well as weights and results, each by up to 2^-9 of itself."""
     args, options = prompt_call()
-    (found,) = Call("mla_attention", args, options).on_npu(converted)
+    found, _ = Call("mla_attention", args, options).on_npu(converted)
     wanted = expected_prompt(*args)
     torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=2**-8 * float(wanted.abs().max()))
 

@@ -14,7 +14,7 @@ def attentions(mask):
         args = (*module.sample(torch.float64, 0, 3)[:-1], mask)
         yield lambda args=args, options=options, module=module, **given: module.operator.overload(
             *args, scale=0.3, **options, **given
-        )
+        )[0]
 
 
 @pytest.mark.parametrize("fill", [-1e4, torch.finfo(torch.float32).min])
@@ -84,10 +84,10 @@ def test_context_lens_are_the_mask_that_they_say(lens):
 @pytest.mark.parametrize("module", [latent_attention, mla_attention])
 def test_a_row_before_the_first_key_gives_zeros_or_the_mean(module):
     args = module.sample(torch.float64, 0, 3)
-    rows = module.operator.overload(*args, torch.tensor([2, 3]), scale=0.3)
+    rows, _ = module.operator.overload(*args, torch.tensor([2, 3]), scale=0.3)
     assert [not row.any() for row in rows.flatten(0, 1)] == [True, False, False, False, False, False]
-    filled = module.operator.overload(*args, torch.tensor([2, 3]), scale=0.3, fill=-1e4)
-    alike = module.operator.overload(*args[:-1], torch.zeros(3, 5).bool(), scale=0.3, fill=0.0)
+    filled, _ = module.operator.overload(*args, torch.tensor([2, 3]), scale=0.3, fill=-1e4)
+    alike, _ = module.operator.overload(*args[:-1], torch.zeros(3, 5).bool(), scale=0.3, fill=0.0)
     torch.testing.assert_close(filled[0, 0], alike[0, 0])
 
 

@@ -33,11 +33,11 @@ def test_tables_of_fewer_bits_and_other_strides():
 @pytest.mark.parametrize("limit", [0, 2])
 def test_no_pages(limit):
     query, rope, *caches, _, _, _, table = pages_of(4)
-    out = torch.ops.mla_fx.latent_attention(query, rope, *caches, None, block_table=table[:, :0], scale=0.3)
+    out = torch.ops.mla_fx.latent_attention(query, rope, *caches, None, block_table=table[:, :0], scale=0.3)[0]
     assert torch.equal(out, torch.zeros_like(query))
     q_nope, _, _, _, uk, uv, _ = mla_attention.sample(torch.float64, 0, 2)
     options = {"scale": 0.3, "max_absorbed_tokens": limit}
-    out = torch.ops.mla_fx.mla_attention(q_nope, rope, *caches, uk, uv, None, block_table=table[:, :0], **options)
+    out = torch.ops.mla_fx.mla_attention(q_nope, rope, *caches, uk, uv, None, block_table=table[:, :0], **options)[0]
     assert torch.equal(out, torch.zeros_like(out))
 
 

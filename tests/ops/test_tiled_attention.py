@@ -72,8 +72,12 @@ TILED = {
 
 
 def ways(module):
-    """What a call runs, and what a compiler of loops gets."""
-    return module.kernel, mla_loops.compiled if module is mla_attention else latent_loops.in_parts
+    """What a call runs, and what a compiler of loops gets; attention alone of both."""
+    return map(alone, (module.kernel, mla_loops.compiled if module is mla_attention else latent_loops.in_parts))
+
+
+def alone(way):
+    return lambda a: way(a)[0]
 
 
 def graph_of(function, a, decompositions=None):
@@ -106,7 +110,7 @@ def test_prompts_answer_as_the_body(name, has_few_scores):
     """Which is plain: scores of all queries and keys, and their softmax."""
     a = arguments(mla_attention, **(HIDING | FILLED | TILED)[name])
     for way in ways(mla_attention):
-        torch.testing.assert_close(way(a), mla_attention.body(a), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(way(a), mla_attention.body(a)[0], rtol=1e-9, atol=1e-9)
     assert calls_own(a) is (name not in TILED and not has_few_scores)
 
 
@@ -120,7 +124,7 @@ def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
     lower = loops.lowerings(alone=False)[module.operator.overload]
     for given in ({}, {"max_absorbed_tokens": STEPS}) if module is mla_attention else ({},):
         a = arguments(module, **(HIDING | FILLED | TILED)[name], **given)
-        torch.testing.assert_close(module.kernel(a), module.body(a), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(module.kernel(a)[0], module.body(a)[0], rtol=1e-9, atol=1e-9)
         if module is mla_attention and name not in TILED and not given:
             assert lower(**vars(a)).__wrapped__ is mla_loops.compiled
         else:
@@ -141,7 +145,7 @@ def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
     a = arguments(latent_attention, batch=batch, **given)
     assert not tiled_attention.goes_by_tiles(a.query, CONTEXT)
     for way in ways(latent_attention):
-        torch.testing.assert_close(way(a), latent_attention.body(a), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(way(a), latent_attention.body(a)[0], rtol=1e-9, atol=1e-9)
     bmm = torch.ops.aten.bmm.default
     products = [node for node in graph_of(latent_loops.in_parts, a).nodes if node.target is bmm]
     assert len(products) == 3 * {1: 1, 2: 2, 3: 3, 5: 1}[batch]
@@ -155,7 +159,7 @@ def test_pages_go_by_tiles_of_rows_too(monkeypatch):
     pages["kr_cache"] = normal(6, 4, 4)
     for module in (latent_attention, mla_attention):
         a = arguments(module, block_table=table, context_lens=torch.tensor([19, 7]), **pages)
-        torch.testing.assert_close(module.kernel(a), module.body(a), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(module.kernel(a)[0], module.body(a)[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("context", [3, 20, 600])
@@ -164,7 +168,7 @@ def test_pages_go_by_tiles_of_rows_too(monkeypatch):
 def test_nan_in_a_query_stays(module, context, is_causal, has_few_scores):
     a = arguments(module, steps=3, context=context, is_causal=is_causal)
     (a.query if module is latent_attention else a.q_nope)[0, 1, 2] = math.nan
-    expected = module.body(a)
+    expected = module.body(a)[0]
     assert expected[0, 1, 2].isnan().all()
     for way in ways(module):
         torch.testing.assert_close(way(a), expected, equal_nan=True)
@@ -178,8 +182,8 @@ def test_half_precision_is_as_exact_as_the_body(module, name, dtype, has_few_sco
     operands = {key: value for key, value in vars(wide).items() if isinstance(value, torch.Tensor) and key != "mask"}
     rounded = {key: value.to(dtype) for key, value in operands.items() if value.is_floating_point()}
     a = dataclasses.replace(wide, **rounded)
-    exact = module.body(dataclasses.replace(a, **{key: value.double() for key, value in rounded.items()}))
-    *worst, plain = ((form(a).double() - exact).abs().max() for form in (*ways(module), module.body))
+    exact = module.body(dataclasses.replace(a, **{key: value.double() for key, value in rounded.items()}))[0]
+    *worst, plain = ((form(a).double() - exact).abs().max() for form in (*ways(module), alone(module.body)))
     assert max(worst) <= 2 * plain
 
 
@@ -187,7 +191,7 @@ def test_half_precision_is_as_exact_as_the_body(module, name, dtype, has_few_sco
 @pytest.mark.parametrize("module", [latent_attention, mla_attention])
 def test_without_queries_or_keys(module, steps, context, has_few_scores):
     a = arguments(module, steps=steps, context=context)
-    assert [way(a).shape for way in ways(module)] == 2 * [module.body(a).shape]
+    assert [way(a).shape for way in ways(module)] == 2 * [module.body(a)[0].shape]
 
 
 # --- a long prompt ---------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ import mla_fx
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
-BOTH, ALONE = "mla_fx.latent_attention.with_lse(", "mla_fx.latent_attention("
+BOTH, CALL = "return_lse=True", "mla_fx.latent_attention("
 
 
 def lowered(module, given):
@@ -60,7 +60,7 @@ def test_spellings(kind):
     """One operator, also where the program uses the logarithm in another form later."""
     assert check(kind()).fused == {"latent_attention": 1}
     text = lowered(kind(), arguments())
-    assert text.count(BOTH) == 1 and ALONE not in text
+    assert text.count(BOTH) == text.count(CALL) == 1
     assert "aten.logsumexp" not in text and "aten.log(" not in text and "_softmax" not in text, text
 
 
@@ -91,7 +91,7 @@ def test_inductor(kind):
                 torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
     assert mla_fx.last_report().fused == {"latent_attention": 2}
     text = stage("clean up", kind(), given, "inductor")
-    assert text.count(BOTH) == 1 and ALONE not in text
+    assert text.count(BOTH) == text.count(CALL) == 1
 
 
 @pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -350,7 +350,7 @@ def test_a_logarithm_that_nothing_reads():
 
     assert check(Unread()).fused == {"latent_attention": 1}
     text = lowered(Unread(), arguments())
-    assert text.count(ALONE) == 1 and BOTH not in text
+    assert text.count(CALL) == 1 and BOTH not in text
 
 
 def test_a_sink_is_no_part_of_the_sum():
@@ -366,8 +366,8 @@ def test_a_sink_is_no_part_of_the_sum():
 def test_sinks_are_refused_by_the_operator():
     query, query_rope, kv_cache, kr_cache, table, _ = arguments()
     with pytest.raises(ValueError, match="sinks are given; they must be None"):
-        torch.ops.mla_fx.latent_attention.with_lse(
-            query, query_rope, kv_cache, kr_cache, None, None, torch.ones(N), table, scale=SCALE
+        torch.ops.mla_fx.latent_attention(
+            query, query_rope, kv_cache, kr_cache, None, None, torch.ones(N), table, scale=SCALE, return_lse=True
         )
 
 

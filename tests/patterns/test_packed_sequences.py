@@ -43,7 +43,7 @@ class Prompts(nn.Module):
         weight_uk, weight_uv = self.weight(place).split([D, DV], 1)
         q_rope, k_rope = (query[..., D:], k_rope) if self.has_rope else (None, None)
         operands = query[..., :D], q_rope, latent, k_rope, weight_uk, weight_uv
-        return torch.ops.mla_fx.mla_attention(*operands, **self.options(place, latent)).squeeze(0)
+        return torch.ops.mla_fx.mla_attention(*operands, **self.options(place, latent))[0].squeeze(0)
 
     def weight(self, place):
         return self.weights[0]

@@ -21,7 +21,7 @@ class TestOneLayer(TestCase):
         self.assertExpectedInline(
             self.graph("clean up"),
             """\
-# a graph: 59 nodes. Run this file to compute it on random inputs.
+# a graph: 60 nodes. Run this file to compute it on random inputs.
 
 
 import torch
@@ -73,17 +73,17 @@ def graph(inputs):
     #   cases.py: index_copy_1
     #   cases.py: reshape_default slice_tensor permute_default permute_5 view_13 bmm_2 view_14 permute_6
     mla_prolog_default = mla_fx.mla_prolog(inputs["x"], permute_default_2, permute_default_3, slice_tensor_1, permute_default_4, inputs["q_gamma"], inputs["kv_gamma"], reshape_default_6, reshape_default_7, where_self, inputs["kv_cache"], inputs["kr_cache"], rmsnorm_epsilon_ckv=1e-06, gamma_after_cast=False, rmsnorm_epsilon_cq=1e-06, rope_layout='half_half', cache_mode='Norm')  # (f32[2, 3, 4, 20], f32[2, 3, 4, 6], f32[2, 1, 16, 20], f32[2, 1, 16, 6])
-    getitem_10 = mla_prolog_default[0]  # f32[2, 3, 4, 20]
-    getitem_11 = mla_prolog_default[1]  # f32[2, 3, 4, 6]
-    getitem_12 = mla_prolog_default[2]  # f32[2, 1, 16, 20]
-    getitem_13 = mla_prolog_default[3]  # f32[2, 1, 16, 6]
+    getitem_12 = mla_prolog_default[0]  # f32[2, 3, 4, 20]
+    getitem_13 = mla_prolog_default[1]  # f32[2, 3, 4, 6]
+    getitem_14 = mla_prolog_default[2]  # f32[2, 1, 16, 20]
+    getitem_15 = mla_prolog_default[3]  # f32[2, 1, 16, 6]
     zeros = aten.zeros([3, 16], device='cpu', pin_memory=False)  # f32[3, 16]
     arange = aten.arange(16, device='cpu', pin_memory=False)  # i64[16]
     unsqueeze_2 = aten.unsqueeze(inputs["position"], 1)  # i64[3, 1]
     gt = aten.gt.Tensor(arange, unsqueeze_2)  # b8[3, 16]
     masked_fill = aten.masked_fill.Scalar(zeros, gt, float('-inf'))  # f32[3, 16]
-    reshape_default_1 = aten.reshape(getitem_12, [2, 16, 20])  # f32[2, 16, 20]
-    reshape_default_2 = aten.reshape(getitem_13, [2, 16, 6])  # f32[2, 16, 6]
+    reshape_default_1 = aten.reshape(getitem_14, [2, 16, 20])  # f32[2, 16, 20]
+    reshape_default_2 = aten.reshape(getitem_15, [2, 16, 6])  # f32[2, 16, 6]
     slice_tensor_2 = aten.slice.Tensor(reshape_default_3, 1, 8, 18)  # f32[4, 10, 20] strides (360, 20, 1)
     reshape_default_4 = aten.reshape(masked_fill, [1, 1, 3, 16])  # f32[1, 1, 3, 16]
     # mla_fx.latent_attention, by rule absorb, replaces 29 nodes
@@ -93,8 +93,9 @@ def graph(inputs):
     #   cases.py: expand_1 cat_2
     #   cases.py: cat_3 transpose_2 expand_2 view_7 expand_3 view_8 bmm view_9 mul_8 add_4
     #   cases.py: _softmax expand_4 view_10 expand_5 clone _unsafe_view_4 bmm_1
-    latent_attention_default = mla_fx.latent_attention(getitem_10, getitem_11, reshape_default_1, reshape_default_2, reshape_default_4, None, None, None, None, None, None, scale=0.2672612419124244, is_causal=False)  # f32[2, 3, 4, 20]
-    permute_7 = aten.permute(latent_attention_default, [2, 0, 1, 3])  # f32[4, 2, 3, 20] strides (20, 240, 80, 1)
+    latent_attention_default = mla_fx.latent_attention(getitem_12, getitem_13, reshape_default_1, reshape_default_2, reshape_default_4, None, None, None, None, None, None, scale=0.2672612419124244, is_causal=False)  # (f32[2, 3, 4, 20], f32[0])
+    getitem_11 = latent_attention_default[0]  # f32[2, 3, 4, 20]
+    permute_7 = aten.permute(getitem_11, [2, 0, 1, 3])  # f32[4, 2, 3, 20] strides (20, 240, 80, 1)
     view_15 = aten.view(permute_7, [4, 6, 20])  # f32[4, 6, 20] strides (20, 80, 1)
     permute_8 = aten.permute(slice_tensor_2, [0, 2, 1])  # f32[4, 20, 10] strides (360, 1, 20)
     bmm_3 = aten.bmm(view_15, permute_8)  # f32[4, 6, 10]
@@ -111,8 +112,8 @@ def graph(inputs):
     view_12 = aten.view(_unsafe_view_5, [6, 40])  # f32[6, 40]
     mm_4 = aten.mm(view_12, permute_4)  # f32[6, 32]
     _unsafe_view_6 = aten._unsafe_view(mm_4, [2, 3, 32])  # f32[2, 3, 32]
-    copy_ = aten.copy_(inputs["kv_cache"], getitem_12)  # f32[2, 1, 16, 20]
-    copy__1 = aten.copy_(inputs["kr_cache"], getitem_13)  # f32[2, 1, 16, 6]
+    copy_ = aten.copy_(inputs["kv_cache"], getitem_14)  # f32[2, 1, 16, 20]
+    copy__1 = aten.copy_(inputs["kr_cache"], getitem_15)  # f32[2, 1, 16, 6]
     return (_unsafe_view_6,)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.attention import fake_sums
 from mla_fx.ops.emitted.latent_attention import Arguments
 from mla_fx.ops.emitted.pages import READS_PAGES, context_of
 from mla_fx.target import Compiled
@@ -31,6 +32,8 @@ def refuse_body(a: Arguments) -> None:
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
+    if a.indices is not None and a.return_lse:
+        raise NoMatch(f"logarithms are returned; {sparse_flash_attention.KERNEL} has none")
     if a.indices is not None:
         return sparse_flash_attention.lower(surface, a)
     if a.kv_scales is not None:
@@ -69,9 +72,12 @@ def refuse_pages(surface: Surface, kv_cache: Tensor, kr_cache: Tensor) -> None:
         raise NoMatch(f"kv_cache has {blocks} blocks and kr_cache {others}; {takes}")
 
 
-def attention(surface: Surface, a: Arguments) -> Tensor:
-    """[B,S,N,512]."""
-    return attend(surface, a)[0]
+def attention(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
+    """[B,S,N,512] and [B,S,N]."""
+    if not a.return_lse:
+        return attend(surface, a)[0], fake_sums(a.query, a.return_lse)
+    out, lse = attend(surface, a, return_softmax_lse=True)
+    return out, logarithms(a, lse.transpose(1, 2), kernel.lengths(a))  # of the kernel, [B,N,S,1]
 
 
 def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tensor]:
@@ -100,19 +106,6 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
         **options,
     )
     return checked(out, a.mask, lengths), lse
-
-
-def lower_with_lse(surface: Surface, a: Arguments) -> Compiled:
-    if a.indices is not None:
-        raise NoMatch(f"logarithms are returned; {sparse_flash_attention.KERNEL} has none")
-    lower(surface, a)  # or it raises NoMatch
-    return attention_with_lse
-
-
-def attention_with_lse(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
-    """[B,S,N,512] and [B,S,N]."""
-    out, lse = attend(surface, a, return_softmax_lse=True)
-    return out, logarithms(a, lse.transpose(1, 2), kernel.lengths(a))  # of the kernel, [B,N,S,1]
 
 
 def logarithms(a: Arguments | mla_attention.Arguments, lse: Tensor, lengths: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
+from mla_fx.ops.emitted.attention import fake_sums
 from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_chosen_at_run_time
 from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
@@ -71,9 +72,12 @@ def refuse_sizes(a: Arguments) -> None:
     limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
 
 
-def attention(surface: Surface, a: Arguments) -> Tensor:
-    """[B,S,N,128]."""
-    return attend(surface, a)[0]
+def attention(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
+    """[B,S,N,128] and [B,S,N]."""
+    if not a.return_lse:
+        return attend(surface, a)[0], fake_sums(a.q_nope, a.return_lse)
+    out, lse = attend(surface, a, return_softmax_lse=True)
+    return out, logarithms(a, lse, lengths(a))
 
 
 def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tensor]:
@@ -105,17 +109,6 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
     )
     sums = lse.view(batch, tokens, heads, 1) if "return_softmax_lse" in options else lse
     return checked(out.view(batch, tokens, heads, -1), a.mask, seen), sums
-
-
-def lower_with_lse(surface: Surface, a: Arguments) -> Compiled:
-    lower(surface, a)  # or it raises NoMatch
-    return attention_with_lse
-
-
-def attention_with_lse(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
-    """[B,S,N,128] and [B,S,N]."""
-    out, lse = attend(surface, a, return_softmax_lse=True)
-    return out, logarithms(a, lse, lengths(a))
 
 
 def lengths(a: Arguments) -> Tensor | None:

@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .define import NAMESPACE, on_arguments
 
@@ -45,17 +44,5 @@ def define_lean_on(
     @functools.wraps(run)
     def call(a: Any) -> Any:
         return overload(*(getattr(a, name) for name in given), **{name: getattr(a, name) for name in options})
-
-    return call
-
-
-@functools.cache  # one function for equal calls, which are traced once
-def first_result(attend: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
-    """Attention alone, of a function that returns the logarithms of its sums, too."""
-
-    @functools.wraps(attend)
-    def call(a: Any) -> Tensor:
-        out, _ = attend(a)
-        return out  # type: ignore[no-any-return]
 
     return call

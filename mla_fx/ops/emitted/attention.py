@@ -38,21 +38,24 @@ def probabilities(
     fill: float | None,
     sinks: Tensor | None = None,
     rows_first: bool = False,
-) -> Tensor:
-    """Return softmax((latent + rotated) * scale + mask) over the last axis, unrounded, in the accumulation dtype.
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return softmax((latent + rotated) * scale + mask) over the last axis, unrounded, in the accumulation dtype, and
+    the logarithms of the sums that it divides by, which leave out sinks; an empty tensor without `return_lse`.
 
     The scores are [B, N, S, T], or [B, S, N, T] with `rows_first`; the mask broadcasts to [B, N, S, T] either way.
     Where a bool mask is False, the scores are `fill`, as closely as their dtype holds it, or minus infinity. `sinks`
     [N] adds one score to each row; its probability is dropped.
     """
     scores = logits(latent, rotated, mask, scale, fill, rows_first)
-    if mask is None and sinks is None:
-        return scores.softmax(-1)
+    lse = scores.logsumexp(-1) if return_lse else scores.new_empty(0)
+    if mask is None and sinks is None and not return_lse:
+        return scores.softmax(-1), lse
     if sinks is not None:
         scores = torch.cat((scores, column_of(sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
     # Unlike softmax, this gives zeros for a row that is masked entirely.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
-    return weights if sinks is None else weights[..., :-1]
+    return weights if sinks is None else weights[..., :-1], lse
 
 
 def logits(
@@ -90,6 +93,19 @@ def masked(scores: Tensor, mask: Tensor, fill: float | None) -> Tensor:
         return (scores + mask).masked_fill(mask == -torch.inf, -torch.inf)
     limits = torch.finfo(scores.dtype)
     return scores.masked_fill(~mask, -torch.inf if fill is None else min(max(fill, limits.min), limits.max))
+
+
+def check_sinks(a: Any, sizes: Sizes) -> None:
+    """Check that there is a sink for each head, and that no logarithms are asked for beside them."""
+    check_letters(a, sizes, sinks="N")
+    if a.sinks is not None and a.return_lse:
+        why = "a sum with a sink is not what other parts are merged by"
+        raise ValueError(f"sinks are given; they must be None with return_lse: {why}.")
+
+
+def fake_sums(query: Tensor, return_lse: bool = True) -> Tensor:
+    """Room for the logarithms [B, S, N] of queries [B, S, N, ...], or an empty tensor."""
+    return query.new_empty(query.shape[:3] if return_lse else [0], dtype=accumulation_dtype(query.dtype))
 
 
 def check_rotary(name: str, arguments: Any, sizes: Sizes, letters: str = "B, S, N, Dr") -> None:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from . import lightning_index
-from .attention import aligned
+from .attention import aligned, fake_sums
 from .codes import dtype_of, of_rows
 from .latent_attention import Arguments
-from .latent_attention_with_lse import fake_sums
 from .pages import context_of
 
 
@@ -51,9 +50,14 @@ def strides(value: Tensor | None, count: int) -> Sequence[int]:
     return (0,) * count if value is None else value.stride()[:count]
 
 
-def results(a: Arguments) -> tuple[Tensor, Tensor]:
+def results(a: Arguments, return_lse: bool = True) -> tuple[Tensor, Tensor]:
     """Room for attention, in the dtype of the caches' numbers, and for the logarithms."""
-    return a.query.new_empty(a.query.shape, dtype=dtype_of(a)), fake_sums(a.query)
+    return a.query.new_empty(a.query.shape, dtype=dtype_of(a)), fake_sums(a.query, return_lse)
+
+
+def asked(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Room for what a call returns."""
+    return results(a, a.return_lse)
 
 
 def of_index(a: lightning_index.Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -1,18 +1,17 @@
 """latent_attention: attention of absorbed queries over the compressed latents themselves, or over chosen ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.check import check_letters
 from mla_fx.ops.common.define import Sample, define
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sample import Sampler
 
-from .attention import as_mask, check_mask, probabilities
+from .attention import as_mask, check_mask, check_sinks, fake_sums, probabilities
 from .chosen_rows import check_indices, chosen, over_rows
 from .codes import CODES, dequantised, dtype_of
 from .pages import check_operands, context_of, latent_tiles
@@ -36,12 +35,15 @@ class Arguments:
     scale: float
     is_causal: bool = False
     fill: float | None = None
+    return_lse: bool = False
 
 
-def body(a: Arguments) -> Tensor:
+def body(a: Arguments) -> tuple[Tensor, Tensor]:
     """Attention in which all heads share one latent key, which is also the value::
 
-        out = softmax((query . kv_cache + query_rope . kr_cache) * scale + mask) . kv_cache
+        s   = (query . kv_cache + query_rope . kr_cache) * scale + mask
+        out = softmax(s) . kv_cache
+        lse = log(sum(exp(s)))
 
     query is [B, S, N, Hckv], query_rope [B, S, N, Dr], kv_cache [B, T, Hckv], kr_cache [B, T, Dr], all of one dtype:
     bfloat16, float16, float32 or float64. query_rope and kr_cache are None if there is no rotary part.
@@ -82,13 +84,25 @@ def body(a: Arguments) -> Tensor:
     allow; there is no is_causal, no `fill`, and no FRACTAL_NZ. No more than K rows of a context are read for a query.
     Caches with a gap between sequences are copied, so give the whole of one, with lengths, and not a slice.
 
-    Returns [B, S, N, Hckv]. Raises ValueError for arguments that do not fit. Inference only.
+    Attention over parts of a context, each with its lse, is merged to attention over the whole::
+
+        lse = logsumexp(lses);  out = sum(exp(lses - lse) * outs)
+
+    Returns out, [B, S, N, Hckv], and lse: with return_lse, [B, S, N] in float32, or float64 for float64, natural
+    logarithms, and minus infinity for a row whose scores all are, so that it adds nothing to others; else an empty
+    tensor. There are no sinks with return_lse. Raises ValueError for arguments that do not fit. Inference only.
     """
     if a.indices is not None:
-        return body(over_rows(a)).view(a.query.shape)
+        return of_queries(body(over_rows(a)), a)
     a = in_numbers(a)
-    weights = probabilities(*scores(a), a.scale, a.fill, a.sinks, rows_first=True)
-    return weighted(weights.to(dtype_of(a)), a)
+    weights, lse = probabilities(*scores(a), a.scale, a.fill, a.sinks, rows_first=True, return_lse=a.return_lse)
+    return weighted(weights.to(dtype_of(a)), a), lse
+
+
+def of_queries(results: tuple[Tensor, Tensor], a: Arguments) -> tuple[Tensor, Tensor]:
+    """What was computed for each query token as a sequence, for the sequences that these are of."""
+    out, lse = results
+    return out.view(a.query.shape), lse.view(a.query.shape[:3]) if a.return_lse else lse
 
 
 def in_numbers(a: Arguments) -> Arguments:
@@ -97,14 +111,20 @@ def in_numbers(a: Arguments) -> Arguments:
     return numbers
 
 
-def kernel(a: Arguments) -> Tensor:
+def kernel(a: Arguments) -> tuple[Tensor, Tensor]:
     """The same by tiles of query rows, if there are many."""
     context = context_of(a.kv_cache, a.block_table)
     if a.indices is not None or not goes_by_tiles(a.query, context):
         return body(a)
     a = in_numbers(a)
     mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
-    return torch.cat([body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context)], 1)
+    return concatenated(body(_of_rows(a, mask, *rows)) for rows in row_tiles(a.query, context))
+
+
+def concatenated(results: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The results of tokens that follow one another in a row."""
+    out, lse = (torch.cat(parts, 1 if parts[0].dim() > 1 else 0) for parts in zip(*results, strict=True))
+    return out, lse
 
 
 def _of_rows(a: Arguments, mask: Tensor | None, first: int, last: int) -> Arguments:
@@ -146,15 +166,28 @@ def weighted(weights: Tensor, a: Arguments) -> Tensor:
 def check(a: Arguments) -> None:
     sizes = check_operands(a, "B, S, N, Hckv", "indices")
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
-    check_letters(a, sizes, sinks="N")
+    check_sinks(a, sizes)
     check_indices(a, sizes)
 
 
-def fake(a: Arguments) -> Tensor:
-    return a.query.new_empty(a.query.shape)
+def fake(a: Arguments) -> tuple[Tensor, Tensor]:
+    return a.query.new_empty(a.query.shape), fake_sums(a.query, a.return_lse)
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Every call of attention alone and, without sinks, with logarithms."""
+    yield from with_sums(attention_samples(dtype))
+
+
+def with_sums(calls: Iterable[Sample]) -> Iterator[Sample]:
+    """The same calls and, without sinks, the same with logarithms."""
+    for one in calls:
+        yield one
+        if "sinks" not in one.mode:
+            yield Sample(f"{one.mode}, return_lse", one.args, {**one.kwargs, "return_lse": True})
+
+
+def attention_samples(dtype: torch.dtype) -> Iterator[Sample]:
     """No mask, causal, bool and additive masks, lengths, one query token, a row that sees nothing or is filled; the
     same without a rotary part, and with sinks."""
     bias = Sampler(dtype, 9).normal(2, 1, 3, 5)
@@ -270,6 +303,8 @@ def in_fractals(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[A
     return (*args[:2], *map(form, args[2:4]), *args[4:]), options
 
 
+RESULTS = "out", "lse"
+
 operator = define(
-    "latent_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples, kernel=kernel
+    "latent_attention", Arguments, body, returns=RESULTS, check=check, fake=fake, samples=samples, kernel=kernel
 )

@@ -16,11 +16,11 @@ from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
 from . import latent_attention
-from .attention import as_mask, check_mask, probabilities
+from .attention import as_mask, check_mask, check_sinks, fake_sums, probabilities
 from .chosen_rows import check_indices
 from .packed_sequences import check_lens, one_by_one
 from .pages import check_operands, context_of, unpaged, without_codes
-from .tiled_attention import Form, at_once, attend, count_of_scores, mask_of_rows, parts, seen_keys
+from .tiled_attention import Form, at_once, attend, count_of_scores, mask_of_rows, parts, row_tiles, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
 CHOOSES = "it chooses its form by the number of query tokens of each call"
@@ -29,7 +29,8 @@ WITHOUT_TILES = 4  # times as many on a CPU without AMX; measured
 ROWS = 256  # query tokens that choose keys and are absorbed at a time
 PAYS, READ = 3, 64  # times a chosen key; measured on a CPU without AMX, of 16, 64 and 128 heads
 
-Attend = Callable[[latent_attention.Arguments], Tensor]
+Results = tuple[Tensor, Tensor]
+Attend = Callable[[latent_attention.Arguments], Results]
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,16 @@ class Arguments:
     is_causal: bool = False
     fill: float | None = None
     max_absorbed_tokens: int = 0
+    return_lse: bool = False
 
 
-def body(a: Arguments) -> Tensor:
+def body(a: Arguments) -> Results:
     """Attention of N heads whose keys and values are expanded from one latent::
 
         k_nope[n] = weight_uk[n] kv_cache;  v[n] = weight_uv[n] kv_cache
-        out       = softmax((q_nope . k_nope + q_rope . kr_cache) * scale + mask) . v
+        s         = (q_nope . k_nope + q_rope . kr_cache) * scale + mask
+        out       = softmax(s) . v
+        lse       = log(sum(exp(s)))
 
     Up to max_absorbed_tokens query tokens, this is computed in the latent space (`absorbed`), beyond that as written
     (`expanded`). The choice is made at run time, by the S of the call.
@@ -99,15 +103,16 @@ def body(a: Arguments) -> Tensor:
     They sum to S, and a sequence may be empty. Nothing but is_causal hides keys then: lens go with no mask, lengths,
     sinks, pages, codes or indices.
 
-    Returns [B, S, N, Dv]. Raises ValueError for arguments that do not fit. Inference only. Tracing this function with a
-    symbolic S guards on the comparison; trace `absorbed` or `expanded` to avoid that.
+    Returns out, [B, S, N, Dv], and lse, which is that of `latent_attention`: an empty tensor without return_lse. Raises
+    ValueError for arguments that do not fit. Inference only. Tracing this function with a symbolic S guards on the
+    comparison; trace `absorbed` or `expanded` to avoid that.
     """
     if a.lens is not None:
         return one_by_one(a, expanded)
     return absorbed(a) if a.indices is not None or is_absorbed(a) else expanded(a)
 
 
-def kernel(a: Arguments, attend: Attend = latent_attention.kernel) -> Tensor:
+def kernel(a: Arguments, attend: Attend = latent_attention.kernel) -> Results:
     """The same in memory that does not grow with S * T."""
     if a.lens is not None:
         return one_by_one(a, lambda sequence: kernel(sequence, attend))
@@ -115,15 +120,15 @@ def kernel(a: Arguments, attend: Attend = latent_attention.kernel) -> Tensor:
         return by_rows(a, attend)
     if is_absorbed(a):
         return absorbed(a, attend)
+    if a.return_lse:
+        return in_tiles(a)
     return expanded(a) if has_few_scores(a) else tiled(a)
 
 
-def by_rows(a: Arguments, attend: Attend) -> Tensor:
+def by_rows(a: Arguments, attend: Attend) -> Results:
     """`absorbed` by tiles of query rows: absorbed queries are several times as large as plain ones."""
-    out = fake(a)
-    for first, last in parts(a.q_nope.shape[1], ROWS):
-        out[:, first:last] = absorbed(_of_rows(a, first, last), attend)
-    return out
+    tiles = parts(max(1, a.q_nope.shape[1]), ROWS)  # at least one: none of no rows
+    return latent_attention.concatenated(absorbed(_of_rows(a, *rows), attend) for rows in tiles)
 
 
 def _of_rows(a: Arguments, first: int, last: int) -> Arguments:
@@ -164,9 +169,10 @@ def has_few_scores(a: Arguments) -> bool:
     return a.q_nope.device.type == "cpu" and scores is not None and scores <= few
 
 
-def absorbed(a: Arguments, attend: Attend = latent_attention.body) -> Tensor:
+def absorbed(a: Arguments, attend: Attend = latent_attention.body) -> Results:
     """The latent form: cost grows with S * T * Hckv, and nothing is expanded."""
-    return expand_output(attend(in_latent_space(a)), a.weight_uv)
+    latent, lse = attend(in_latent_space(a))
+    return expand_output(latent, a.weight_uv), lse
 
 
 def in_latent_space(a: Arguments) -> latent_attention.Arguments:
@@ -174,7 +180,8 @@ def in_latent_space(a: Arguments) -> latent_attention.Arguments:
     a = a if query.dtype == a.q_nope.dtype else without_codes(a)  # their numbers have the dtype of the query
     operands = query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks, a.block_table
     rest = a.kv_scales, a.kr_scales, a.indices
-    return latent_attention.Arguments(*operands, *rest, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
+    own = latent_attention.Arguments(*operands, *rest, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
+    return replace(own, return_lse=a.return_lse)
 
 
 def absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
@@ -189,11 +196,28 @@ def absorbed_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
     return absorb_query((q_nope / power).to(q_nope.dtype), weight_uk) * power
 
 
-def expanded(a: Arguments) -> Tensor:
+def expanded(a: Arguments) -> Results:
     """The per-head form: keys and values are expanded once; then cost grows with S * T * (D + Dv)."""
     scores, value = operands(a)
-    weights = probabilities(*scores, a.scale, a.fill, a.sinks).to(value.dtype)
-    return (weights @ value).transpose(1, 2).contiguous()
+    return weighted(*scores, value, a)
+
+
+def weighted(latent: Tensor, rotated: Tensor | None, mask: Tensor | None, value: Tensor, a: Arguments) -> Results:
+    """The results for parts of the scores [B, N, S, T] and values [B, N, T, Dv]."""
+    weights, lse = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks, return_lse=a.return_lse)
+    out = (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
+    return out, lse.transpose(1, 2).contiguous() if a.return_lse else lse
+
+
+def in_tiles(a: Arguments) -> Results:
+    """`expanded` by tiles of query rows."""
+    a = unpaged(a)
+    query, key, value = joined(a, None)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, key.shape[2])
+    return latent_attention.concatenated(
+        weighted(wide_product(query[:, :, first:last], key.mT), None, mask_of_rows(mask, first, last), value, a)
+        for first, last in row_tiles(a.q_nope, key.shape[2])
+    )
 
 
 def operands(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor]:
@@ -211,12 +235,13 @@ def operands(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None],
     return (latent, rotated, mask), value
 
 
-def tiled(a: Arguments, choose: Form = at_once) -> Tensor:
-    """`expanded` in memory that does not grow with S * T: the nope and rotary parts of keys are joined."""
+def tiled(a: Arguments, choose: Form = at_once) -> Results:
+    """`expanded` without logarithms in memory that does not grow with S * T: the nope and rotary parts of keys are
+    joined."""
     a = unpaged(a)
     mask = as_mask(a.mask, a.context_lens, False, a.q_nope, a.kv_cache.shape[1])
     out = attend(*joined(a, seen_keys(mask)), mask, a.scale, a.is_causal, a.fill, a.sinks, choose)
-    return out.transpose(1, 2).contiguous()
+    return out.transpose(1, 2).contiguous(), fake_sums(a.q_nope, return_lse=False)
 
 
 def joined(a: Arguments, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,18 +261,24 @@ def check(a: Arguments) -> None:
     sizes = check_operands(a, "B, S, N, D", "indices")
     check_letters(a, sizes, weight_uk="N, D, Hckv", weight_uv="N, Dv, Hckv")
     check_mask(a.mask, a.context_lens, a.is_causal, a.fill, sizes)
-    check_letters(a, sizes, sinks="N")
+    check_sinks(a, sizes)
     check_indices(a, sizes)
     check_lens(a, sizes)
     if statically_known_true(a.max_absorbed_tokens < 0):
         raise ValueError(f"max_absorbed_tokens is {a.max_absorbed_tokens}; it must be 0 or more.")
 
 
-def fake(a: Arguments) -> Tensor:
-    return a.q_nope.new_empty(*a.q_nope.shape[:3], a.weight_uv.shape[1])
+def fake(a: Arguments) -> Results:
+    out = a.q_nope.new_empty(*a.q_nope.shape[:3], a.weight_uv.shape[1])
+    return out, fake_sums(a.q_nope, a.return_lse)
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Every call of attention alone and, without sinks, with logarithms."""
+    yield from latent_attention.with_sums(attention_samples(dtype))
+
+
+def attention_samples(dtype: torch.dtype) -> Iterator[Sample]:
     """Both forms with every kind of mask, without a rotary part, and with sinks."""
     bias = Sampler(dtype, 9).normal(2, 3, 3, 5)
     allowed = torch.arange(5) <= torch.arange(3).unsqueeze(-1) + 2
@@ -335,5 +366,6 @@ def sample(dtype: torch.dtype, seed: int, steps: int = 3, mask: Tensor | None = 
 
 
 operator = define(
-    "mla_attention", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples, kernel=kernel
+    "mla_attention", Arguments, body, returns=latent_attention.RESULTS, check=check, fake=fake, samples=samples,
+    kernel=kernel,
 )

@@ -10,12 +10,14 @@ from torch import Tensor
 from mla_fx.ops.common.check import Sizes, known_to_differ
 from mla_fx.ops.common.sizes import statically_known_true
 
+from .latent_attention import concatenated
+
 EXCLUDED = ("mask", "context_lens", "sinks", "block_table", "kv_scales", "kr_scales", "indices", "fill")
 
 
-def one_by_one(a: Any, attend: Callable[[Any], Tensor]) -> Tensor:
+def one_by_one(a: Any, attend: Callable[[Any], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """A call of mla_attention with lens by attention of one sequence."""
-    return torch.cat([attend(sequence) for sequence in sequences(a)], 1)
+    return concatenated(map(attend, sequences(a)))
 
 
 def sequences(a: Any) -> Iterator[Any]:

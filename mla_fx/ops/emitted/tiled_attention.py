@@ -95,7 +95,7 @@ def _in_tiles(
     parts = []
     for first, last in rows:
         scores = wide_product(query[:, :, first:last], key.mT)
-        weights = probabilities(scores, None, mask_of_rows(mask, first, last), scale, fill, sinks)
+        weights, _ = probabilities(scores, None, mask_of_rows(mask, first, last), scale, fill, sinks)
         parts.append(weights.to(value.dtype) @ value)
     return torch.cat(parts, 2)
 

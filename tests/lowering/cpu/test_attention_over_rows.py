@@ -30,7 +30,7 @@ from lib.latent_calls import (
 from mla_fx.lowering.cpu import attention_over_rows as rows
 
 import mla_fx
-from mla_fx.ops.emitted import latent_attention, latent_attention_with_lse, mla_attention
+from mla_fx.ops.emitted import latent_attention, mla_attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -87,7 +87,7 @@ def test_a_number_of_no_page_is_an_error(number):
 def over_pages(query, query_rope, pool, table, lengths):
     return torch.ops.mla_fx.latent_attention(
         query, query_rope, pool[..., :RANK], pool[..., RANK:], None, lengths, None, table, scale=0.2
-    )
+    )[0]
 
 
 def operands(batch, tokens, columns):
@@ -100,8 +100,8 @@ def check_compiled(found, inputs):
     query, query_rope, pool, table, lengths = inputs
     caches = pool.split([RANK, ROPE], -1)
     a = latent_attention.Arguments(query, query_rope, *caches, None, lengths, None, table, scale=0.2)
-    exact = latent_attention.body(doubled(a))
-    assert error(found, exact) <= 2 * error(latent_attention.body(a), exact) + ROUNDING[torch.bfloat16]
+    exact = latent_attention.body(doubled(a))[0]
+    assert error(found, exact) <= 2 * error(latent_attention.body(a)[0], exact) + ROUNDING[torch.bfloat16]
 
 
 def test_pages_are_read_by_the_kernel_and_few_keys_by_loops():
@@ -131,7 +131,7 @@ def test_a_form_chosen_at_each_call(parts):
         return torch.ops.mla_fx.mla_attention(
             q_nope, q_rope, kv_cache, kr_cache, up[:, :16], up[:, 16:], None, lengths, None, table, scale=0.2,
             max_absorbed_tokens=32,
-        )  # fmt: skip
+        )[0]  # fmt: skip
 
     def inputs(tokens):
         pool = draw(POOL, PAGE, RANK + ROPE).bfloat16()
@@ -147,17 +147,17 @@ def test_a_form_chosen_at_each_call(parts):
         q_nope, q_rope, *caches, table, lengths = inputs(tokens)
         operands = q_nope, q_rope, *caches, up[:, :16], up[:, 16:], None, lengths, None, table
         a = mla_attention.Arguments(*operands, scale=0.2, max_absorbed_tokens=32)
-        exact = mla_attention.expanded(doubled(a))
-        near = max(error(form(a), exact) for form in (mla_attention.expanded, mla_attention.absorbed))
+        exact = mla_attention.expanded(doubled(a))[0]
+        near = max(error(form(a)[0], exact) for form in (mla_attention.expanded, mla_attention.absorbed))
         assert error(step(*inputs(tokens)), exact) <= 2 * near + ROUNDING[torch.bfloat16]
 
 
 def test_without_a_compiler_its_body_runs_and_a_warning_says_so(monkeypatch):
     without_a_compiler(monkeypatch, rows)
-    a = call(2, 2, 3, 20)
+    a = call(2, 2, 3, 20, return_lse=True)
     with pytest.warns(mla_fx.MlaWarning, match="attention over pages runs without its C.. kernel: no compiler$"):
         found = rows.run(a)
-    for one, other in zip(found, latent_attention_with_lse.body(a), strict=True):
+    for one, other in zip(found, latent_attention.body(a), strict=True):
         assert torch.equal(one, other)
     _, code, _ = compiled(over_pages, *operands(2, 2, 20))
     assert "mla_fx.latent_attention" in code and "attention_over_rows" not in code

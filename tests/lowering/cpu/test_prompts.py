@@ -11,7 +11,7 @@ from lib.prompt_calls import BATCH, CALLS, KEYS, NOPE, VALUE, call
 from mla_fx.lowering.cpu import heads_over_rows, prompts
 from mla_fx.lowering.cpu import mla_attention as lowering
 
-from mla_fx.ops.emitted import mla_attention, mla_attention_with_lse
+from mla_fx.ops.emitted import mla_attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -28,19 +28,19 @@ def small(monkeypatch):
 @pytest.mark.parametrize("name", CALLS)
 def test_parts_are_the_whole(small, name):
     a = CALLS[name]
-    exact = mla_attention.body(doubled(a))
-    assert error(prompts.in_parts(a), exact) <= 2 * error(mla_attention.body(a), exact) + 2**-8
+    exact = mla_attention.body(doubled(a))[0]
+    assert error(prompts.in_parts(a)[0], exact) <= 2 * error(mla_attention.body(a)[0], exact) + 2**-8
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_heads_are_sequences_of_attention_over_rows(small, name):
     a = CALLS[name]
-    out, lse = heads_over_rows.attend_with_lse(a)
-    exact, plain = mla_attention.body(doubled(a)), mla_attention.body(a)
+    out, lse = heads_over_rows.attend(replace(a, return_lse=a.sinks is None))
+    exact, plain = mla_attention.body(doubled(a))[0], mla_attention.body(a)[0]
     assert error(out, exact) <= 2 * error(plain, exact) + 2**-8
-    sums = mla_attention_with_lse.body(doubled(replace(a, sinks=None)))[1]
+    sums = mla_attention.body(doubled(replace(a, return_lse=a.sinks is None)))[1]
     torch.testing.assert_close(lse.double(), sums, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(out, heads_over_rows.attend(a), rtol=0, atol=0)
+    torch.testing.assert_close(out, heads_over_rows.attend(a)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 300])
@@ -53,15 +53,15 @@ def test_blocks_of_rows_skip_what_they_do_not_see(steps, kind):
         "first token": {"is_causal": True},
     }
     a = call(steps=steps, keys=keys, **masks[kind])
-    exact = mla_attention.body(doubled(a))
-    assert error(heads_over_rows.attend(a), exact) <= 2 * error(mla_attention.body(a), exact)
+    exact = mla_attention.body(doubled(a))[0]
+    assert error(heads_over_rows.attend(a)[0], exact) <= 2 * error(mla_attention.body(a)[0], exact)
 
 
 def test_rows_after_a_length_of_a_cache_are_not_read():
     a = call(context_lens=torch.tensor([40, 20]))
     stale = a.kv_cache.clone()
     stale[1, 20:] = torch.nan
-    torch.testing.assert_close(heads_over_rows.attend(replace(a, kv_cache=stale)), heads_over_rows.attend(a))
+    torch.testing.assert_close(heads_over_rows.attend(replace(a, kv_cache=stale))[0], heads_over_rows.attend(a)[0])
 
 
 def test_keys_that_no_row_of_a_part_sees_are_not_read(small, monkeypatch):
@@ -82,7 +82,7 @@ def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
     monkeypatch.setattr(mla_attention, "FEW_SCORES", 1)
     found, code = compiled_call(mla_attention.operator, a)
     assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
-    torch.testing.assert_close(found, prompts.in_parts(a), rtol=0, atol=0)
+    torch.testing.assert_close(found, prompts.in_parts(a)[0], rtol=0, atol=0)
     assert lowering.lower(a) is lowering.chosen_by_call
 
 
@@ -93,7 +93,8 @@ def test_heads_over_rows_are_called_where_pairs_are_multiplied(monkeypatch):
         a = CALLS[name]
         found, code = compiled_call(mla_attention.operator, a)
         assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
+        torch.testing.assert_close(found, heads_over_rows.attend(a)[0], rtol=0, atol=0)
+        a = replace(a, return_lse=True)
+        found, code = compiled_call(mla_attention.operator, a)
+        assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
         torch.testing.assert_close(found, heads_over_rows.attend(a), rtol=0, atol=0)
-        found, code = compiled_call(mla_attention_with_lse.operator, a)
-        assert "torch.ops.mla_fx.mla_attention_with_lse_over_rows.default" in code
-        torch.testing.assert_close(found, heads_over_rows.attend_with_lse(a), rtol=0, atol=0)

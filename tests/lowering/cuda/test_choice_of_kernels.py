@@ -2,6 +2,7 @@
 
 Tensors are fake: their device is known, and nothing runs."""
 
+import itertools
 import sys
 
 import pytest
@@ -84,8 +85,6 @@ def lowered(name, kernels, arguments):
     return cuda.lowerings(others, kernels)[entry](**arguments)
 
 
-NAMES = {"latent_attention": latent, "latent_attention.with_lse": latent}
-BOTH = {**NAMES, "mla_attention": plain, "mla_attention.with_lse": plain}
 
 
 def calls(function, name):
@@ -93,33 +92,29 @@ def calls(function, name):
     return function.__wrapped__.__module__.endswith(f".{name}")
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("heads", flash_mla.HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_auto_takes_flash_mla_where_its_limits_hold(name, heads, dtype, fake):
-    for tokens in (1, 16):
-        for kernels in ("auto", "flash_mla"):
-            assert calls(lowered(name, kernels, latent(heads, tokens, dtype)), "flash_mla")
-        assert calls(lowered(name, "triton", latent(heads, tokens, dtype)), "split_keys")
-        assert calls(lowered(name, "flashinfer", latent(heads, tokens, dtype)), "flashinfer")
+def test_auto_takes_flash_mla_where_its_limits_hold(heads, dtype, fake):
+    taken = {"auto": "flash_mla", "flash_mla": "flash_mla", "triton": "split_keys", "flashinfer": "flashinfer"}
+    for tokens, return_lse, kernels in itertools.product((1, 16), (False, True), taken):
+        a = latent(heads, tokens, dtype) | {"return_lse": return_lse}
+        assert calls(lowered("latent_attention", kernels, a), taken[kernels])
 
 
-@pytest.mark.parametrize("name", ["mla_attention", "mla_attention.with_lse"])
-def test_absorbed_queries_go_to_a_library_too(name, fake):
+def test_absorbed_queries_go_to_a_library_too(fake):
+    module = cuda.LOWERINGS[mla_attention.operator.overload]
     for kernels, library in LIBRARIES.items():
-        module = cuda.LOWERINGS[mla_fx.ops.catalogue()[name].overload]
         function = module.lower_to(library, mla_attention.Arguments(**plain()))
         assert function is module.lower_to(library, mla_attention.Arguments(**plain())), "equal calls are traced once"
-        assert not isinstance(lowered(name, kernels, plain()), Instead)
+        assert not isinstance(lowered("mla_attention", kernels, plain()), Instead)
 
 
 def test_no_library_if_the_number_of_tokens_is_a_symbol(fake):
     tokens = fake.shape_env.create_unbacked_symint()
     torch._check(tokens >= 2)
-    for name in ("mla_attention", "mla_attention.with_lse"):
-        module = cuda.LOWERINGS[mla_fx.ops.catalogue()[name].overload]
-        with pytest.raises(NoMatch, match="it chooses its form by the number of query tokens of each call"):
-            module.lower_to(flash_mla, mla_attention.Arguments(**plain(tokens=tokens)))
+    module = cuda.LOWERINGS[mla_attention.operator.overload]
+    with pytest.raises(NoMatch, match="it chooses its form by the number of query tokens of each call"):
+        module.lower_to(flash_mla, mla_attention.Arguments(**plain(tokens=tokens)))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -130,7 +125,7 @@ def test_what_is_traced(library, mode):
     tensors = {name: value for name, value in a.items() if isinstance(value, torch.Tensor)}
 
     def traced(given):
-        return LIBRARIES[library].attend_with_lse(latent_attention.Arguments(**{**a, **given}))
+        return LIBRARIES[library].attend(latent_attention.Arguments(**{**a, **given}, return_lse=True))
 
     out, lse = make_fx(traced, tracing_mode=mode)(tensors).graph.find_nodes(op="output")[0].args[0]
     assert out.meta["val"].shape == (2, 2, 64, 512) and lse.meta["val"].shape == (2, 2, 64)
@@ -190,11 +185,10 @@ def test_refused(kernels, sentence, made, fake):
 
 def test_prompts_and_absorbed_queries_of_float16(fake):
     """Absorbed queries of float16 are float32, whose range they need."""
-    for name in ("mla_attention", "mla_attention.with_lse"):
-        found = lowered(name, "flash_mla", plain(absorbed=0))
-        assert found.reason == "it does not go to flash_mla: it takes absorbed queries"
-        found = lowered(name, "flash_mla", plain(dtype=torch.float16))
-        assert "query has dtype torch.float32; flash_mla takes torch.float16" in found.reason
+    found = lowered("mla_attention", "flash_mla", plain(absorbed=0))
+    assert found.reason == "it does not go to flash_mla: it takes absorbed queries"
+    found = lowered("mla_attention", "flash_mla", plain(dtype=torch.float16))
+    assert "query has dtype torch.float32; flash_mla takes torch.float16" in found.reason
 
 
 CHIPS = {(8, 0): ["flashinfer"], (9, 0): ["flash_mla", "flashinfer"], (10, 0): ["flashinfer"], (7, 5): []}

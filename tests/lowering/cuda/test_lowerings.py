@@ -65,13 +65,17 @@ def index(tokens=TOKENS, **kind):
     return lightning_index.Arguments(*operands, sparse_count=CHOSEN)
 
 
+def with_lse(made):
+    return lambda *given, **options: replace(made(*given, **options), return_lse=True)
+
+
 CALLS = {
     "latent_attention": (latent, [1, 16]),
-    "latent_attention.with_lse": (latent, [1, 16]),
+    "latent_attention, return_lse": (with_lse(latent), [1, 16]),
     "mla_attention": (plain, [1, 16]),
-    "mla_attention.with_lse": (plain, [1, 16]),
+    "mla_attention, return_lse": (with_lse(plain), [1, 16]),
     "latent_attention, chosen keys": (sparse, [1, 64]),
-    "latent_attention.with_lse, chosen keys": (sparse, [1, 64]),
+    "latent_attention, return_lse, chosen keys": (with_lse(sparse), [1, 64]),
     "lightning_index": (index, [1, 64]),
 }
 
@@ -109,14 +113,14 @@ def test_every_lowering_is_tested():
     assert set(modules()) == {name.partition(",")[0] for name in CALLS}
 
 
-LATENT = "latent_attention", "latent_attention.with_lse", "mla_attention", "mla_attention.with_lse"
+LATENT = "latent_attention", "latent_attention, return_lse", "mla_attention", "mla_attention, return_lse"
 REFUSED = {
     "the kernel is for CUDA devices": ({"device": "cpu"}, CALLS),
     "at most 32 bits": ({"dtype": torch.float64}, CALLS),
     "the kernel is for at most 512 columns of a latent": ({"rank": 1024}, LATENT),
     "the kernel is for at most 16 new tokens of a sequence": ({"tokens": 17}, LATENT),
     "parts are for more than 268435456": ({"absorbed": 0}, ["mla_attention"]),
-    "the kernel is for absorbed queries": ({"absorbed": 0}, ["mla_attention.with_lse"]),
+    "the kernel is for absorbed queries": ({"absorbed": 0}, ["mla_attention, return_lse"]),
 }
 
 
@@ -135,7 +139,7 @@ def test_few_tokens_are_absorbed_if_their_number_is_a_symbol(fake):
     lowered = modules()["mla_attention"].lower(plain(tokens))
     assert lowered.__name__ == "chosen"
     with pytest.raises(NoMatch, match="it chooses its form by the number of query tokens of each call"):
-        modules()["mla_attention.with_lse"].lower(plain(tokens))
+        modules()["mla_attention"].lower(with_lse(plain)(tokens))
 
 
 def test_other_calls_have_the_lowering_of_other_devices(fake):
