@@ -17,8 +17,8 @@ import torch
 from results import Results, Row, console, finish, parser
 
 import mla_fx
-from mla_fx.ops.emitted import latent_attention
-from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.attention import operator as attention
+from mla_fx.ops.emitted.attention.arguments import Arguments
 
 RANK, ROPE, PAGE = 512, 64, 64
 HEADS, BATCHES, CONTEXTS = (16, 64, 128), (1, 8, 32, 128), (1024, 8192, 65536)
@@ -76,7 +76,7 @@ def attending(kernels: str) -> Callable[[Arguments], torch.Tensor]:
         return split_keys.attend
 
     def step(given: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
-        out: torch.Tensor = latent_attention.operator.overload(**given, mask=None, scale=scale)
+        out: torch.Tensor = attention.operator.overload(**given, mask=None, scale=scale)
         return out
 
     fused = torch.compile(step, backend=mla_fx.get_backend(kernels=kernels), dynamic=False)
@@ -92,7 +92,7 @@ def rows(rate: float, rounds: int, kernels: str) -> Iterator[Row]:
             continue
         a = arguments(batch, heads, context)
         given = a if kernels == "triton" else paged(a)
-        exact = latent_attention.body(a)[0].double()
+        exact = attention.body(a)[0].double()
         error = float((attend(given).double() - exact).norm() / exact.norm())
         assert error < 2**-6, f"the kernel is off by {error}"
         ours = milliseconds(lambda given=given: attend(given), rounds)  # type: ignore[misc]  # mypy drops the default

@@ -1,6 +1,6 @@
 """Attention under a mask of the keys that each query chose, as attention that reads no others.
 
-    latent_attention(..., mask), mla_attention(..., mask) -> the same call with the rest of the mask and indices
+    attention(..., mask) -> the same call with the rest of the mask and indices
 
 DeepSeek Sparse Attention chooses keys by the top-k of an indexer's scores, and hides all others. What else is in the
 mask stays an operand, read at the chosen keys alone, because it may hide some of them: a key that comes after its query
@@ -12,7 +12,6 @@ it has a sink, next to which they have no weight. So without a sink, nothing els
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -22,17 +21,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import B, Case, Layer, N, S, T
-from mla_fx.ops.emitted.chosen_rows import PAYS
-from mla_fx.ops.emitted.codes import SCALES
-from mla_fx.ops.emitted.mla_attention import fewest
-from mla_fx.ops.emitted.tiled_attention import LOWEST
+from mla_fx.ops.emitted.attention.chosen_rows import PAYS
+from mla_fx.ops.emitted.attention.heads import fewest
+from mla_fx.ops.emitted.attention.tiles import LOWEST
 from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
-from mla_fx.rule.operands import Call, Replacement, mask_and_lengths, tensor
+from mla_fx.rule.operands import ATTENTION, Replacement, call_with, mask_and_lengths, tensor
 from mla_fx.rule.readings import (
     Reading,
     Selection,
     Size,
-    args_of,
     axes,
     composite,
     extent,
@@ -44,8 +41,6 @@ from mla_fx.rule.readings import (
     shape_of,
 )
 
-LATENT, PROMPTS = torch.ops.mla_fx.latent_attention.default, torch.ops.mla_fx.mla_attention.default
-KEPT = ("scale", "max_absorbed_tokens")  # options; masks that are left have no others
 CHOSEN = 4
 
 
@@ -160,8 +155,8 @@ class _OfEachHead(_Chosen):
 class ChosenKeys(Rule):
     stage = "context"
     after = ("paged_context",)
-    targets = (LATENT, PROMPTS)
-    pattern = CallPattern({name: Operand("bsnc", var(name), is_optional=True) for name in ("query", "q_nope")})
+    targets = (ATTENTION,)
+    pattern = CallPattern({"query": Operand("bsnc", var("query"))})
     accepts = tuple(
         Case(name, build, {"mla_prolog": 1, "sparse_latent_attention": 1})
         for name, build in (
@@ -190,25 +185,25 @@ class ChosenKeys(Rule):
 
     def rewrite(self, match: Match) -> Plan:
         call = match.reading(Reading, "call").node
-        mask, query = named_argument(call, "mask"), args_of(call)[0].meta["val"]
+        mask, query = named_argument(call, "mask"), named_argument(call, "query").meta["val"]
         b, s, n = match.dims("b s n")
         found = selection(mask, (composite(b), composite(n), composite(s), fresh(shape_of(mask)[-1])))
         if found.numbers.axes & set(n):
             raise NoMatch("each head chooses keys of its own", found.node)
-        sinks, *pages = (named_argument(call, name) for name in ("sinks", "block_table", *SCALES.values()))
-        _check_hides(found, options_of(call).get("fill"), sinks, call)
-        masks = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), query.dtype)
-        operands = tuple(itertools.takewhile(lambda value: value is not mask, args_of(call)))
-        operands = (*operands, *masks, sinks, *pages)
-        options = {name: value for name, value in options_of(call).items() if name in KEPT}
+        _check_hides(found, options_of(call).get("fill"), named_argument(call, "sinks"), call)
+        rest, lens = mask_and_lengths(found, (b, n, s, axes(found.keys, "keys", mask)), query.dtype)
+        masks = {"mask": rest, "context_lens": lens, "fill": None}
         if found.count == extent(found.keys):
-            new = Call(call.target, *operands, **options)
-            return Plan(Replacement(call, new), without=(found.numbers.origin,))
-        if call.target is PROMPTS and query.device.type != "cpu":
+            return Plan(Replacement(call, call_with(call, **masks)), without=(found.numbers.origin,))
+        if _has_heads(call) and query.device.type != "cpu":
             raise ByDesign("only CPUs read the chosen keys alone for a prompt", call)
         _check_pays(found.count, extent(found.keys), call)
         indices = tensor(found.numbers, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
-        return Plan(Replacement(call, Call(call.target, *operands, indices, **options)))
+        return Plan(Replacement(call, call_with(call, **masks, indices=indices)))
+
+
+def _has_heads(call: Node) -> bool:
+    return named_argument(call, "weight_uk") is not None
 
 
 def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -> None:
@@ -222,8 +217,8 @@ def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -
 
 def _check_pays(count: Size, keys: Size, call: Node) -> None:
     """Where a size is known at run time only, a target may choose then."""
-    heads = shape_of(args_of(call)[0])[2]
+    heads = shape_of(named_argument(call, "query"))[2]
     if not (isinstance(count, int) and isinstance(keys, int) and isinstance(heads, int)):
         return
-    if keys < (fewest(count, heads) if call.target is PROMPTS else PAYS * count):
+    if keys < (fewest(count, heads) if _has_heads(call) else PAYS * count):
         raise ByDesign(f"attention to all {keys} keys costs less than to {count} chosen ones", call)

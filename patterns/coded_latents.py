@@ -1,7 +1,7 @@
 """Attention over latents that the program dequantises before, as attention over the codes themselves.
 
-    latent_attention(query, query_rope, codes.to(dtype) * scales, kr_cache)
-        -> latent_attention(query, query_rope, codes, kr_cache, kv_scales=scales)
+    attention(query, query_rope, codes.to(dtype) * scales, kr_cache)
+        -> attention(query, query_rope, codes, kr_cache, kv_scales=scales)
 
 Spellings: int8 or float8 in a cache of their own, or in the bytes of packed rows; one scale for all, for each column,
 token, or tile of columns; pages that are dequantised before they are looked up, or after. Rotary keys may be codes.
@@ -17,25 +17,22 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import HCKV, B, Case, Layer, T
-from mla_fx.ops.emitted.codes import CODES
+from mla_fx.ops.emitted.attention.codes import CODES
 from mla_fx.rule import CallPattern, Match, NoMatch, Plan, Rule, attempt
-from mla_fx.rule.operands import ATTENTION, LATENT_ATTENTION, Call, Expression, Replacement, tensor, times
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, call_with, tensor, times
 from mla_fx.rule.readings import (
     Axes,
     Element,
     Reading,
-    args_of,
     axes_of,
     codes_behind,
     dequantised,
     element_of,
     fresh_index,
     is_coarser,
-    keywords,
     leaves,
     named_argument,
     options_of,
-    positional,
     renamed,
     resolve,
     without_digits,
@@ -77,7 +74,7 @@ class _WithOffset(_Tiles):
 class CodedLatents(Rule):
     stage = "cache"
     after = ("kv_rmsnorm_rope_cache",)  # rules that quantise latents read what the program computes from codes
-    targets = ATTENTION
+    targets = (ATTENTION,)
     pattern = CallPattern()
     accepts = (Case("a scale for each tile", _Tiles, {"latent_attention": 1}),)
     rejects = (Case("codes with an offset", _WithOffset, because="codes have an offset"),)
@@ -91,15 +88,15 @@ class CodedLatents(Rule):
         call = match.reading(Reading, "call").node
         latents = _coded(call, "kv_cache")
         keys = _rotary(call, latents)
-        given = positional(call) | {"kv_cache": latents.codes, "kv_scales": latents.scales}
+        given = {"kv_cache": latents.codes, "kv_scales": latents.scales}
         given |= {} if keys is None else {"kr_cache": keys.codes, "kr_scales": keys.scales}
         exact = (one for coded in (latents, keys) if coded is not None for one in coded.calls)
-        return Plan(Replacement(call, Call(call.target, *given.values(), **keywords(call))), exact=exact)
+        return Plan(Replacement(call, call_with(call, **given)), exact=exact)
 
 
 def _may_be_absorbed(call: Node) -> bool:
     """Keys and values are expanded from numbers."""
-    return call.target is LATENT_ATTENTION or options_of(call).get("max_absorbed_tokens", 0) != 0
+    return named_argument(call, "weight_uk") is None or options_of(call).get("max_absorbed_tokens", 0) != 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def _coded(call: Node, name: str) -> _Coded:
         raise NoMatch("codes have an offset, attention takes none", found.offset.origin)
     if is_coarser(found.dtype, element.dtype):
         raise NoMatch(f"numbers are rounded to {found.dtype}, attention to {element.dtype}", element.origin)
-    if (query := args_of(call)[0].meta["val"].dtype) != element.dtype:
+    if (query := named_argument(call, "query").meta["val"].dtype) != element.dtype:
         raise NoMatch(f"numbers are in {element.dtype}, and the absorbed query in {query}", element.origin)
     parts = [found.codes, *([] if found.scale is None else [found.scale])]
     parted = without_digits(index for part in parts for index in part.index)

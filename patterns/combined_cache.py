@@ -81,7 +81,7 @@ class CombinedCache(Rule):
     def anchors(self, graph: Graph) -> Iterator[Node]:
         """Columns written into a cache that other columns were written into before, in a graph whose attention
         fused."""
-        if not any(graph.find_nodes(op="call_function", target=attention) for attention in ATTENTION):
+        if not graph.find_nodes(op="call_function", target=ATTENTION):
             return
         for node in super().anchors(graph):
             base, columns = (element_of(operand).origin for operand in args_of(node)[:2])

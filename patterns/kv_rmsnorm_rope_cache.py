@@ -123,7 +123,7 @@ class _NoRotaryPartAppended(_NoRotaryPart, GrowingCache):
 
 class KvRmsnormRopeCache(Rule):
     stage = "cache"
-    targets = ATTENTION
+    targets = (ATTENTION,)
     pattern = PATTERN
     accepts = (
         Case("query computed elsewhere", WeightedQuery, ONE_EACH),

@@ -161,7 +161,7 @@ class LightningIndex(Rule):
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        calls = [node for target in ATTENTION for node in graph.find_nodes(op="call_function", target=target)]
+        calls = graph.find_nodes(op="call_function", target=ATTENTION)
         asked = {node for call in calls for node in _asked_by(call)}
         found = (node for node in super().anchors(graph) if node in asked or has_index_scores(node))
         # those that are refused come first: a rewrite is repeated without a look at readers

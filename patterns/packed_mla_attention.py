@@ -1,7 +1,7 @@
 """Attention of neighbouring sequences of packed tokens, each to itself, as one call.
 
-    mla_attention(q_nope[:t], .., kv_cache[:t], ..), mla_attention(q_nope[t:], .., kv_cache[t:], ..)
-        -> mla_attention(q_nope, .., kv_cache, .., lens=[t, T - t]).split([t, T - t])
+    attention(query[:t], .., kv_cache[:t], ..), attention(query[t:], .., kv_cache[t:], ..)
+        -> attention(query, .., kv_cache, .., lens=[t, T - t]).split([t, T - t])
 
 Servers prefill the tokens of several sequences at once, and attend in a loop over their lengths. One call expands keys
 and values for all of them by one product, which reads the weight once.
@@ -19,12 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mla_fx.cases import DR, DV, HE, Case, D, Layer, N
 from mla_fx.rule import ByDesign, CallPattern, Match, Plan, Rule
-from mla_fx.rule.operands import Call, Expression, Replacement, tensor
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, call_with, tensor
 from mla_fx.rule.readings import (
     Reading,
     Size,
     are_neighbours,
-    args_of,
     axes,
     is_same,
     joined,
@@ -35,8 +34,7 @@ from mla_fx.rule.readings import (
 )
 
 aten = torch.ops.aten
-ONE = torch.ops.mla_fx.mla_attention.default
-ROWS = ("q_nope", "q_rope", "kv_cache", "kr_cache")
+ROWS = ("query", "query_rope", "kv_cache", "kr_cache")
 WEIGHTS = ("weight_uk", "weight_uv")
 
 
@@ -58,7 +56,7 @@ class _Prompts(Layer):
 class PackedMlaAttention(Rule):
     stage = "cache"
     after = ("kv_rmsnorm_rope_cache",)
-    targets = (ONE,)
+    targets = (ATTENTION,)
     pattern = CallPattern()
     tells_misses = False
     accepts = (Case("two prompts", _Prompts, {"packed_mla_attention": 1}),)
@@ -68,13 +66,11 @@ class PackedMlaAttention(Rule):
 
     def rewrite(self, match: Match) -> Plan:
         calls = _chain(match.reading(Reading, "call").node)
-        if args_of(calls[0])[0].meta["val"].device.type != "cpu":
+        if named_argument(calls[0], "query").meta["val"].device.type != "cpu":
             raise ByDesign("only CPUs attend to packed sequences by one call", calls[0])
         lens = list(map(_tokens, calls))
         rows = {name: _operand([named_argument(call, name) for call in calls]) for name in ROWS}
-        weights = {name: _operand([named_argument(calls[0], name)]) for name in WEIGHTS}
-        given = positional(calls[0]) | rows | weights | {"lens": lens}
-        out = Call(operator.getitem, Call(ONE, *given.values(), **keywords(calls[0])), 0)
+        out = Call(operator.getitem, call_with(calls[0], **rows, lens=lens), 0)
         parts = Call(aten.split_with_sizes.default, out, lens, 1)
         old = ((place, user) for place, call in enumerate(calls) for user in call.users)
         return Plan(*(Replacement(user, Call(operator.getitem, parts, place)) for place, user in old))
@@ -82,7 +78,7 @@ class PackedMlaAttention(Rule):
 
 def _chain(first: Node) -> list[Node]:
     """The call and those after it, as far as each is of the next sequence."""
-    chain, calls = [first], list(first.graph.find_nodes(op="call_function", target=ONE))
+    chain, calls = [first], list(first.graph.find_nodes(op="call_function", target=ATTENTION))
     for call in calls[calls.index(first) + 1 :]:
         if not _is_next(chain[-1], call):
             break
@@ -105,7 +101,8 @@ def _is_prompt(call: Node) -> bool:
     given = positional(call)
     others = given.keys() - {*ROWS, *WEIGHTS}
     is_plain = all(given[name] is None for name in others) and keywords(call).keys() <= {"scale", "is_causal"}
-    return is_plain and shape_of(given["q_nope"])[0] == 1 and shape_of(given["kv_cache"])[1] == _tokens(call)
+    is_one = is_plain and given["weight_uk"] is not None and shape_of(given["query"])[0] == 1
+    return is_one and shape_of(given["kv_cache"])[1] == _tokens(call)
 
 
 def _follows(one: Node | None, other: Node | None) -> bool:
@@ -115,7 +112,7 @@ def _follows(one: Node | None, other: Node | None) -> bool:
 
 
 def _tokens(call: Node) -> Size:
-    return shape_of(args_of(call)[0])[1]
+    return shape_of(named_argument(call, "query"))[1]
 
 
 def _operand(pieces: list[Node | None]) -> Expression | None:

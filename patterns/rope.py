@@ -15,15 +15,8 @@ from torch.fx import Graph, Node
 from mla_fx.cases import DR, Case, GrowingCache, WeightedQuery
 from mla_fx.rule import Match, NoMatch, Plan, Rule, ValuePattern, last_dimension, rope, var
 from mla_fx.rule.caches import cache_update
-from mla_fx.rule.operands import LATENT_ATTENTION, PLAIN_ATTENTION, Call, tables, tensor
+from mla_fx.rule.operands import ATTENTION, Call, tables, tensor
 from mla_fx.rule.readings import Rope, axes, element_of, named_argument
-
-# Operands of an attention that are rotated.
-QUERY = {
-    PLAIN_ATTENTION: "q_rope",
-    LATENT_ATTENTION: "query_rope",
-}
-KEYS = "kr_cache"
 
 
 class _Interleaved(WeightedQuery):
@@ -57,13 +50,13 @@ class RopeAlone(Rule):
     )
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
-        for operator, query in QUERY.items():
-            for attention in graph.find_nodes(op="call_function", target=operator):
-                if named_argument(attention, query) is None:
-                    continue  # an attention without a rotary part
-                yield named_argument(attention, query)
-                with contextlib.suppress(NoMatch):
-                    yield cache_update(element_of(named_argument(attention, KEYS))).rows
+        for attention in graph.find_nodes(op="call_function", target=ATTENTION):
+            query, keys = (named_argument(attention, name) for name in ("query_rope", "kr_cache"))
+            if query is None:
+                continue  # an attention without a rotary part
+            yield query
+            with contextlib.suppress(NoMatch):
+                yield cache_update(element_of(keys)).rows
 
     def rewrite(self, match: Match) -> Plan:
         """Tables are the same for all heads; tokens are the dimension, before or after the heads, that the tables

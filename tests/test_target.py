@@ -11,7 +11,7 @@ import pytest
 import torch
 from mla_fx.lowering import loops
 from mla_fx.lowering.ascend.stub.environment import torch_npu
-from mla_fx.lowering.loops import mla_attention
+from mla_fx.lowering.loops import attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -106,18 +106,18 @@ def test_the_form_is_chosen_by_every_call_of_one_graph(monkeypatch):
 
 
 def test_a_choice_over_parts_of_caches_is_left_to_the_operator():
-    lower = loops.lowerings(alone=False)[torch.ops.mla_fx.mla_attention.default]
+    lower = loops.lowerings(alone=False)[torch.ops.mla_fx.attention.default]
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env):
         count = shape_env.create_unbacked_symint()
         query, rope = (torch.empty(2, count, 4, width) for width in (8, 6))
         both, up = torch.empty(2, 32, 26), torch.empty(4, 8, 20)
         whole, parts = (both[..., :20].clone(), both[..., 20:].clone()), (both[..., :20], both[..., 20:])
-        options = {"scale": 1.0, "max_absorbed_tokens": 4}
-        function = lower(query, rope, *whole, up, up, None, **options)
-        assert function.__wrapped__ is mla_attention.compiled
+        options = {"weight_uk": up, "weight_uv": up, "scale": 1.0, "max_absorbed_tokens": 4}
+        function = lower(query, rope, *whole, **options)
+        assert function.__wrapped__ is attention.compiled
         with pytest.raises(NoMatch, match="and its caches are not contiguous"):
-            lower(query, rope, *parts, up, up, None, **options)
+            lower(query, rope, *parts, **options)
 
 
 def test_what_compilers_do_not_compute_alike_becomes_no_body():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.attention import as_mask
+from mla_fx.ops.emitted.attention.softmax import as_mask
 
 from . import limits
 from .limits import Surface

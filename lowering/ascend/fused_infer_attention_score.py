@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import detect_fake_mode, unknown_number
-from mla_fx.ops.emitted import latent_attention, mla_attention
-from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.attention.arguments import Arguments
+from mla_fx.ops.emitted.attention.pages import context_of
 
 from . import causal_masks, limits
 from .limits import A2, A3, Release, Surface
@@ -113,7 +113,7 @@ def refuse_latent(surface: Surface, query: Named, rope: Named, caches: Sequence[
         limits.dense(*cache, KERNEL)
 
 
-def refuse_masks(surface: Surface, a: latent_attention.Arguments | mla_attention.Arguments, tokens: int) -> None:
+def refuse_masks(surface: Surface, a: Arguments, tokens: int) -> None:
     """Raises NoMatch for masks that the kernel cannot take."""
     if a.mask is not None:
         causal_masks.refuse(surface, a.mask, tokens, KERNEL)
@@ -129,7 +129,7 @@ def refuse_packed(surface: Surface, what: str) -> None:
         raise NoMatch(f"{what}; {KERNEL} takes them in the layout TND, which excludes tiling_schedule_optimize")
 
 
-def refuse_computed(surface: Surface, a: latent_attention.Arguments) -> None:
+def refuse_computed(surface: Surface, a: Arguments) -> None:
     """Raises NoMatch for lengths that a captured graph would have to compute: between replays torchair updates only
     lengths that are graph inputs."""
     is_computed = a.context_lens is not None or a.mask is not None
@@ -206,7 +206,7 @@ def as_tensor(lengths: Lengths, dtype: torch.dtype, device: torch.device) -> Ten
     return torch.cat([torch.full((1,), length, dtype=dtype, device=device) for length in lengths])
 
 
-def lengths(a: latent_attention.Arguments | mla_attention.Arguments) -> Tensor | None:
+def lengths(a: Arguments) -> Tensor | None:
     """The number of keys that the last row of each sequence sees, [B] or [1]; None if the call does not compute it."""
     if a.context_lens is not None:
         return a.context_lens.clamp(0, context_of(a.kv_cache, a.block_table))

@@ -1,4 +1,4 @@
-"""attention_over_rows: latent_attention as one kernel, which reads only the rows of a pool that some query sees."""
+"""attention_over_rows: attention over latents in one kernel, which reads only rows of a pool that some query sees."""
 
 import struct
 from collections.abc import Sequence
@@ -9,14 +9,24 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import latent_attention
-from mla_fx.ops.emitted.attention import share
-from mla_fx.ops.emitted.chosen_rows import over_rows
-from mla_fx.ops.emitted.codes import CODES, dtype_of, kind_of
-from mla_fx.ops.emitted.kernel_operands import asked, in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
-from mla_fx.ops.emitted.latent_attention import RESULTS, Arguments, of_queries
-from mla_fx.ops.emitted.pages import context_of
-from mla_fx.ops.emitted.tiled_attention import count_of_scores
+from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
+from mla_fx.ops.emitted.attention.chosen_rows import over_rows
+from mla_fx.ops.emitted.attention.codes import CODES, dtype_of, kind_of
+from mla_fx.ops.emitted.attention.kernel_operands import (
+    asked,
+    in_rows,
+    lengths_of,
+    mask_of,
+    results,
+    scales_of,
+    strides,
+    tile_of,
+)
+from mla_fx.ops.emitted.attention.latents import of_queries, over_latents
+from mla_fx.ops.emitted.attention.operator import check
+from mla_fx.ops.emitted.attention.pages import context_of
+from mla_fx.ops.emitted.attention.softmax import share
+from mla_fx.ops.emitted.attention.tiles import count_of_scores
 
 from .built import built
 
@@ -49,12 +59,12 @@ def _library() -> Any:
     return built(__file__, "attention over pages", "attention_over_rows")
 
 
-def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention."""
+def run(a: Arguments) -> Results:
+    """Compute attention without weights."""
     if a.indices is not None:
         return of_queries(run(over_rows(a)), a)
     if dtype_of(a) not in DTYPES or not is_built():  # the check of a rewrite computes in float64
-        return latent_attention.body(a)
+        return over_latents(a)
     out, lse = results(a)
     run_into(a, out, lse)
     return out, lse if a.return_lse else lse.new_empty(0)
@@ -77,7 +87,7 @@ def run_into(
     scales = scales_of(a.kv_scales, kv_cache), scales_of(a.kr_scales, kr_cache)
     held = query, rope, kv_cache, kr_cache, table, *hidden, sinks, values, out, lse, starts, *scales  # while it runs
     if _library().attention_over_rows(_call(a, held), DTYPES[out.dtype]):
-        latent_attention.check(a)  # which says what is wrong with the table
+        check(a)  # which says what is wrong with the table
 
 
 def _call(a: Arguments, held: Sequence[Tensor | None]) -> bytes:

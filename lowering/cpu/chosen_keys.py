@@ -1,25 +1,22 @@
 """Attention to chosen keys by attention_over_rows: over the chosen rows or, if most are chosen, over all of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-
-from torch import Tensor
 
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.common.math import accumulation_dtype
-from mla_fx.ops.emitted import chosen_rows, latent_attention, mla_attention
-from mla_fx.ops.emitted.attention import as_mask, masked
-from mla_fx.ops.emitted.chosen_rows import check_numbers
-from mla_fx.ops.emitted.kernel_operands import asked
-from mla_fx.ops.emitted.latent_attention import RESULTS
-from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.attention import chosen_rows, heads
+from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
+from mla_fx.ops.emitted.attention.chosen_rows import check_numbers
+from mla_fx.ops.emitted.attention.kernel_operands import asked
+from mla_fx.ops.emitted.attention.operator import fake
+from mla_fx.ops.emitted.attention.pages import context_of
+from mla_fx.ops.emitted.attention.softmax import as_mask, masked
 
 from . import attention_over_rows, prompts
 from .attention_over_rows import DTYPES
 
 
-def of_latents(a: latent_attention.Arguments) -> latent_attention.Arguments:
+def of_latents(a: Arguments) -> Arguments:
     """Turn a call into attention to all keys. Its mask adds the logarithm of how often each key is chosen."""
     assert a.indices is not None, "keys are chosen"
     keys, context = a.indices.squeeze(2).long(), context_of(a.kv_cache, a.block_table)
@@ -33,8 +30,8 @@ def of_latents(a: latent_attention.Arguments) -> latent_attention.Arguments:
     return replace(a, mask=mask, context_lens=None, indices=None)
 
 
-def run(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention over the chosen rows or, if most keys are chosen, over all."""
+def run(a: Arguments) -> Results:
+    """Compute attention without weights over the chosen rows or, if most keys are chosen, over all."""
     assert a.indices is not None, "keys are chosen"
     context = context_of(a.kv_cache, a.block_table)
     check_numbers(a.indices, context)
@@ -43,20 +40,18 @@ def run(a: latent_attention.Arguments) -> tuple[Tensor, Tensor]:
     return attention_over_rows.run(a)
 
 
-def run_prompt(a: mla_attention.Arguments) -> tuple[Tensor, Tensor]:
-    """Compute mla_attention without logarithms over the chosen rows or, if most keys are chosen, over all."""
+def run_prompt(a: Arguments) -> Results:
+    """Compute attention of heads without logarithms over the chosen rows or, if most keys are chosen, over all."""
     assert a.indices is not None, "keys are chosen"
     context = context_of(a.kv_cache, a.block_table)
     check_numbers(a.indices, context)
-    is_checked = a.q_nope.dtype not in DTYPES  # a rewrite, with numbers that may name a key twice
-    if is_checked or context >= mla_attention.fewest(a.indices.shape[-1], a.q_nope.shape[2]):
-        return mla_attention.by_rows(a, attention_over_rows.run)
-    if a.q_nope.shape[1] <= a.max_absorbed_tokens:
-        return mla_attention.by_rows(a, run)
+    is_checked = a.query.dtype not in DTYPES  # a rewrite, with numbers that may name a key twice
+    if is_checked or context >= heads.fewest(a.indices.shape[-1], a.query.shape[2]):
+        return heads.by_rows(a, attention_over_rows.run)
+    if a.query.shape[1] <= a.max_absorbed_tokens:
+        return heads.by_rows(a, run)
     return prompts.in_parts(chosen_rows.over_all(a))
 
 
-attend = define_lean_on(latent_attention.Arguments, "sparse_attention_over_rows", run, asked, returns=RESULTS)
-attend_prompt = define_lean_on(
-    mla_attention.Arguments, "sparse_mla_attention_over_rows", run_prompt, mla_attention.fake, returns=RESULTS
-)
+attend = define_lean_on(Arguments, "sparse_attention_over_rows", run, asked, returns=RESULTS)
+attend_prompt = define_lean_on(Arguments, "sparse_mla_attention_over_rows", run_prompt, fake, returns=RESULTS)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.machine import multiplies_pairs, multiplies_tiles
-from mla_fx.ops.emitted import latent_attention, mla_attention
-from mla_fx.ops.emitted.attention import aligned, fake_sums
-from mla_fx.ops.emitted.mla_attention import Arguments
-from mla_fx.ops.emitted.pages import context_of, unpaged
-from mla_fx.ops.emitted.tiled_attention import count_of_scores, last_seen, parts
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.operator import room
+from mla_fx.ops.emitted.attention.pages import context_of, unpaged
+from mla_fx.ops.emitted.attention.parts import of_heads, of_sequences
+from mla_fx.ops.emitted.attention.softmax import aligned, fake_sums
+from mla_fx.ops.emitted.attention.tiles import count_of_scores, last_seen, parts
 
 from . import attention_over_rows
-from .cut import of_heads, of_sequences
 
 EXPANDED = 2**23  # elements of keys and values at a time; measured: memory is taken anew for larger ones
 FEW_SCORES = 2**20  # measured: loops take no longer for these
@@ -21,30 +21,30 @@ FEW_SCORES = 2**20  # measured: loops take no longer for these
 
 def is_fast(a: Arguments) -> bool:
     """Whether this is faster than PyTorch's kernel, which multiplies bfloat16 fast by AMX alone."""
-    is_served = a.q_nope.dtype == torch.bfloat16 and a.q_nope.device.type == "cpu"
+    is_served = a.query.dtype == torch.bfloat16 and a.query.device.type == "cpu"
     return is_served and multiplies_pairs() and not multiplies_tiles() and attention_over_rows.is_built()
 
 
 def has_many_scores(a: Arguments) -> bool:
     """Whether loops are slower; True if sizes are symbols."""
-    scores = count_of_scores(a.q_nope, context_of(a.kv_cache, a.block_table))
+    scores = count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
     return scores is None or scores > FEW_SCORES
 
 
-def attend(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute the expanded form of mla_attention."""
+def attend(a: Arguments) -> Results:
+    """Compute the expanded form."""
     out, lse = _attend(a)
     return out, lse if a.return_lse else lse.new_empty(0)
 
 
 def _attend(a: Arguments) -> tuple[Tensor, Tensor]:
-    a, weight = unpaged(a), one_weight(a.weight_uk, a.weight_uv)
+    a, weight = unpaged(a), one_weight(*a.weights)
     a = a if a.mask is None else replace(a, mask=aligned(a.mask, rows_first=False))
-    batch, (heads, width) = a.q_nope.shape[0], weight.shape[:2]
+    batch, (heads, width) = a.query.shape[0], weight.shape[:2]
     of_head = max(1, a.kv_cache.shape[1] * width)
     if of_head * heads * batch <= EXPANDED:
         return _of_heads(_up_to_last_key(a), weight)  # whole: cutting takes as long as a small call
-    out, lse = room(a)
+    out, lse = _room(a)
     for first, last in parts(batch, max(1, EXPANDED // (of_head * heads))):
         some = _up_to_last_key(of_sequences(a, slice(first, last)))
         for first_head, last_head in parts(heads, max(1, EXPANDED // of_head)):
@@ -54,9 +54,9 @@ def _attend(a: Arguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def room(a: Arguments) -> tuple[Tensor, Tensor]:
+def _room(a: Arguments) -> tuple[Tensor, Tensor]:
     """Room for attention and for logarithms, which the kernel writes in any case."""
-    return mla_attention.fake(a)[0], fake_sums(a.q_nope)
+    return room(a), fake_sums(a.query)
 
 
 def one_weight(weight_uk: Tensor, weight_uv: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _up_to_last_key(a: Arguments) -> Arguments:
 
 
 def _end(a: Arguments) -> int:
-    steps, context = a.q_nope.shape[1], a.kv_cache.shape[1]
+    steps, context = a.query.shape[1], a.kv_cache.shape[1]
     if a.fill is not None:
         return context
     if a.context_lens is not None:
@@ -92,9 +92,7 @@ def _of_heads(a: Arguments, weight: Tensor) -> tuple[Tensor, Tensor]:
     """[B, S, N, Dv] and [B, S, N] for weights [N, D + Dv, R]."""
     batch, end, rank = a.kv_cache.shape
     both = (a.kv_cache.reshape(-1, rank) @ weight.reshape(-1, rank).mT).view(batch, end, *weight.shape[:2])
-    keys, values = torch.split(both.transpose(1, 2), [a.weight_uk.shape[1], a.weight_uv.shape[1]], -1)
-    operands = a.q_nope, a.q_rope, keys, a.kr_cache, a.mask, a.context_lens, a.sinks
-    own = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal, fill=a.fill)
-    out, lse = room(a)
-    attention_over_rows.run_into(own, out, lse, values)
+    keys, values = torch.split(both.transpose(1, 2), [weight.shape[1] for weight in a.weights], -1)
+    out, lse = _room(a)
+    attention_over_rows.run_into(replace(a, kv_cache=keys), out, lse, values)
     return out, lse

@@ -10,10 +10,10 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import lightning_index
-from mla_fx.ops.emitted.kernel_operands import of_index
+from mla_fx.ops.emitted.attention.kernel_operands import of_index
+from mla_fx.ops.emitted.attention.pages import context_of
+from mla_fx.ops.emitted.attention.tiles import count_of_scores
 from mla_fx.ops.emitted.lightning_index import Arguments, by_rows
-from mla_fx.ops.emitted.pages import context_of
-from mla_fx.ops.emitted.tiled_attention import count_of_scores
 
 from .attention_over_rows import DTYPES
 from .built import built

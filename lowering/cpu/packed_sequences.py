@@ -11,11 +11,10 @@ from torch.nn.functional import linear
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import latent_attention, mla_attention
-from mla_fx.ops.emitted.kernel_operands import in_rows
-from mla_fx.ops.emitted.latent_attention import RESULTS
-from mla_fx.ops.emitted.mla_attention import Arguments, kernel
-from mla_fx.ops.emitted.packed_sequences import sequences
+from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
+from mla_fx.ops.emitted.attention.kernel_operands import in_rows
+from mla_fx.ops.emitted.attention.operator import fake, kernel
+from mla_fx.ops.emitted.attention.packed_sequences import sequences
 from mla_fx.target import Compiled
 
 from . import attention_over_rows, heads_over_rows
@@ -27,13 +26,12 @@ def lower(a: Arguments) -> Compiled:
     return by_call
 
 
-def _run(a: Arguments) -> tuple[Tensor, Tensor]:
+def _run(a: Arguments) -> Results:
     if not heads_over_rows.is_fast(a):  # the check of a rewrite computes in float64
         return kernel(a)
     assert a.lens is not None, "sequences are packed"
-    (out, no_sums), first = mla_attention.fake(a), 0
-    heads, nope, _ = a.weight_uk.shape
-    most = heads_over_rows.EXPANDED // (heads * (nope + a.weight_uv.shape[1]))
+    (out, no_sums), first = fake(a), 0
+    most = heads_over_rows.EXPANDED // sum(weight.shape[0] * weight.shape[1] for weight in a.weights)
     if out.shape[1] <= most:  # cutting takes as long as a small call
         _attend(a, out)
         return out, no_sums
@@ -55,9 +53,9 @@ def _groups(lens: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 def _of_rows(a: Arguments, own: slice, lens: list[int]) -> Arguments:
-    q_rope, kr_cache = (None if value is None else value[:, own] for value in (a.q_rope, a.kr_cache))
-    q_nope, kv_cache = a.q_nope[:, own], a.kv_cache[:, own]
-    return replace(a, q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=lens)
+    query_rope, kr_cache = (None if value is None else value[:, own] for value in (a.query_rope, a.kr_cache))
+    query, kv_cache = a.query[:, own], a.kv_cache[:, own]
+    return replace(a, query=query, query_rope=query_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=lens)
 
 
 def _attend(a: Arguments, out: Tensor) -> None:
@@ -65,8 +63,9 @@ def _attend(a: Arguments, out: Tensor) -> None:
     if len(a.lens) == 1:  # which may be long
         out.copy_(heads_over_rows.attend(next(sequences(a)))[0])
         return
-    count, most, (heads, nope, _), width = len(a.lens), max(a.lens), a.weight_uk.shape, a.weight_uv.shape[1]
-    both = linear(a.kv_cache[0], heads_over_rows.one_weight(a.weight_uk, a.weight_uv).flatten(0, 1))
+    weight_uk, weight_uv = a.weights
+    count, most, (heads, nope, _), width = len(a.lens), max(a.lens), weight_uk.shape, weight_uv.shape[1]
+    both = linear(a.kv_cache[0], heads_over_rows.one_weight(weight_uk, weight_uv).flatten(0, 1))
 
     # As many rows for each sequence as the longest has, from the first one on: the kernel adds where it starts.
     def of_each(value: Tensor | None) -> Any:
@@ -76,10 +75,10 @@ def _attend(a: Arguments, out: Tensor) -> None:
     def of_heads(columns: int, first: int) -> Tensor:
         return both.as_strided([count, heads, most, columns], [0, nope + width, both.shape[1], 1], first)
 
-    operands = of_each(a.q_nope), of_each(a.q_rope), of_heads(nope, 0), of_each(a.kr_cache), None
-    own = latent_attention.Arguments(*operands, scale=a.scale, is_causal=a.is_causal)
+    operands = of_each(a.query), of_each(a.query_rope), of_heads(nope, 0), of_each(a.kr_cache), None
+    own = Arguments(*operands, scale=a.scale, is_causal=a.is_causal)
     lse, starts = out.new_empty(out.shape[1:3], dtype=torch.float32), torch.tensor([0, *accumulate(a.lens)])
     attention_over_rows.run_into(own, out[0], lse, of_heads(width, nope), starts)
 
 
-by_call = define_lean_on(Arguments, "packed_mla_attention_over_rows", _run, mla_attention.fake, returns=RESULTS)
+by_call = define_lean_on(Arguments, "packed_mla_attention_over_rows", _run, fake, returns=RESULTS)

@@ -5,24 +5,25 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from mla_fx.ops.emitted import mla_attention
-from mla_fx.ops.emitted.attention import aligned, as_mask
-from mla_fx.ops.emitted.mla_attention import Arguments, joined
-from mla_fx.ops.emitted.pages import unpaged
-from mla_fx.ops.emitted.tiled_attention import attend, last_seen, mask_of_rows, parts, seen_keys
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.heads import joined
+from mla_fx.ops.emitted.attention.operator import fake
+from mla_fx.ops.emitted.attention.pages import unpaged
+from mla_fx.ops.emitted.attention.parts import of_heads, of_sequences
+from mla_fx.ops.emitted.attention.softmax import aligned, as_mask
+from mla_fx.ops.emitted.attention.tiles import attend, last_seen, mask_of_rows, parts, seen_keys
 
 from . import heads_over_rows
-from .cut import of_heads, of_sequences
 
 KEYS = 2**22  # elements of keys that are expanded at a time; measured: memory is taken anew for larger ones
 ROWS = 1024  # query tokens; measured: PyTorch's kernel takes a third longer per row with a quarter as many
 
 
-def in_parts(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute the expanded form of mla_attention without logarithms."""
+def in_parts(a: Arguments) -> Results:
+    """Compute the expanded form of attention without logarithms."""
     if heads_over_rows.is_fast(a):
         return heads_over_rows.attend(a)
-    a, (out, no_sums) = unpaged(a), mla_attention.fake(a)
+    a, (out, no_sums) = unpaged(a), fake(a)
     a = replace(a, mask=_mask(a), context_lens=None, is_causal=False)
     for sequence in range(out.shape[0]):
         some = slice(sequence, sequence + 1)
@@ -33,12 +34,12 @@ def in_parts(a: Arguments) -> tuple[Tensor, Tensor]:
 def _mask(a: Arguments) -> Tensor | None:
     """[B or 1, N or 1, S or 1, T]"""
     context = a.kv_cache.shape[1]
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.q_nope, context)
+    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
     return None if mask is None else aligned(mask, rows_first=False).expand(-1, -1, -1, context)
 
 
 def _of_sequence(a: Arguments, out: Tensor) -> None:
-    steps, heads, width = a.q_nope.shape[1:]
+    steps, heads, width = a.query.shape[1:]
     context, seen = a.kv_cache.shape[1], seen_keys(a.mask)
     tiles = [(first, last, _end(a, first, last)) for first, last in parts(steps, ROWS)]
     for first_head, last_head in parts(heads, max(1, KEYS // (context * width))):

@@ -3,8 +3,6 @@
 The limits are those of github.com/deepseek-ai/FlashMLA at commit 9241ae3, csrc/api/dense_decode.h: dense decoding is
 for SM90 alone. Its release of 2026-09-30 has none any more; sgl-flash-mla 1.0.0 keeps it behind `use_legacy`."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from typing import Any
@@ -14,8 +12,8 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.kernel_operands import asked
-from mla_fx.ops.emitted.latent_attention import RESULTS, Arguments
+from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
+from mla_fx.ops.emitted.attention.kernel_operands import asked
 
 from ..ascend import limits
 from . import split_keys
@@ -47,8 +45,8 @@ def check(a: Any, query: Tensor) -> None:
         limits.size(f"the stride of rows of {name}", getattr(a, name).stride(1), KERNEL, [RANK + ROPE])
 
 
-def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention of sequences of one token; by split_keys if the caches are not one combined cache,
+def run(a: Arguments) -> Results:
+    """Compute attention over latents of sequences of one token; by split_keys if the caches are not one combined cache,
     which their addresses say."""
     if a.query.numel() == 0 or not is_combined(a):
         return split_keys.run(a)
@@ -89,6 +87,6 @@ def is_combined(a: Arguments) -> bool:
 operator = define_lean_on(Arguments, "attention_by_flash_mla", run, asked, returns=RESULTS, device="CUDA")
 
 
-def attend(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention."""
+def attend(a: Arguments) -> Results:
+    """Compute attention over latents."""
     return by_tokens(operator, a)

@@ -2,8 +2,6 @@
 
 It plans by lengths on the host, which waits for the device at each call, so it runs only if the user asks for it."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any
@@ -12,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.kernel_operands import asked, in_rows
-from mla_fx.ops.emitted.latent_attention import RESULTS, Arguments
+from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
+from mla_fx.ops.emitted.attention.kernel_operands import asked, in_rows
 
 from . import split_keys
 from .libraries import check_chip, check_operands, imported
@@ -31,8 +29,8 @@ def check(a: Any, query: Tensor) -> None:
     check_operands(a, query, KERNEL)
 
 
-def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention of sequences of one token."""
+def run(a: Arguments) -> Results:
+    """Compute attention over latents of sequences of one token."""
     assert a.query_rope is not None and a.block_table is not None and a.context_lens is not None
     if 0 in (a.query.numel(), a.kv_cache.numel(), a.block_table.numel()):
         return split_keys.run(a)
@@ -64,6 +62,6 @@ operator = define_lean_on(
 )
 
 
-def attend(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention."""
+def attend(a: Arguments) -> Results:
+    """Compute attention over latents."""
     return by_tokens(operator, a)

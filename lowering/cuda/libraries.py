@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.define import on_arguments
-from mla_fx.ops.emitted import mla_attention
 from mla_fx.target import Compiled, Instead, Lowering
 
 from ..ascend import limits
@@ -76,15 +75,3 @@ def check_operands(a: Any, query: Tensor, kernel: str) -> None:
     limits.size("kr_cache has BlockNum", a.kr_cache.shape[0], kernel, [a.kv_cache.shape[0]])
     if isinstance(query.shape[1], int):
         limits.between("query has S", query.shape[1], kernel, 1, MOST_TOKENS)
-
-
-def check_absorbed(a: mla_attention.Arguments, library: Any) -> None:
-    """Raise NoMatch for a call of mla_attention that is not absorbed when it is compiled, or that the library does not
-    take."""
-    if a.lens is not None:
-        raise NoMatch("lens are given; it takes absorbed queries")
-    if mla_attention.is_chosen_at_run_time(a):
-        raise NoMatch(mla_attention.CHOOSES)  # a conditional would copy the views of one cache
-    if not mla_attention.is_absorbed(a):
-        raise NoMatch("it takes absorbed queries")
-    library.check(a, mla_attention.in_latent_space(a).query)

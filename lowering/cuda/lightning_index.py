@@ -16,9 +16,9 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted import lightning_index
-from mla_fx.ops.emitted.kernel_operands import of_index, strides
+from mla_fx.ops.emitted.attention.kernel_operands import of_index, strides
+from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.ops.emitted.lightning_index import Arguments, by_rows
-from mla_fx.ops.emitted.pages import context_of
 
 from .split_keys import DTYPES, columns_of, places_of_keys
 

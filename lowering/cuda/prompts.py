@@ -4,8 +4,6 @@ time.
 Sizes alone decide about the parts. The host reads nothing without a mask; under one, it reads once per call whether
 PyTorch's attention computes the same, and such calls stay out of CUDA graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -13,16 +11,16 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import mla_attention
-from mla_fx.ops.emitted.attention import aligned, as_mask
-from mla_fx.ops.emitted.latent_attention import RESULTS
-from mla_fx.ops.emitted.mla_attention import Arguments, is_masked, joined
-from mla_fx.ops.emitted.pages import context_of, unpaged
-from mla_fx.ops.emitted.tiled_attention import by_pytorch, is_expressible, mask_of_rows, parts, seen_keys, tame_limit
+from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results, is_masked
+from mla_fx.ops.emitted.attention.heads import joined, tiled
+from mla_fx.ops.emitted.attention.operator import fake
+from mla_fx.ops.emitted.attention.pages import context_of, unpaged
+from mla_fx.ops.emitted.attention.parts import of_heads, of_sequences
+from mla_fx.ops.emitted.attention.softmax import aligned, as_mask
+from mla_fx.ops.emitted.attention.tiles import by_pytorch, is_expressible, mask_of_rows, parts, seen_keys, tame_limit
 from mla_fx.target import Compiled
 
 from ..ascend import limits
-from ..cpu.cut import of_heads, of_sequences
 
 # Not measured: no device was there.
 LARGE = 2**28  # bytes of the keys and values of all heads; fewer are expanded at once
@@ -31,13 +29,13 @@ MASK = 2**27  # elements of a mask that are stored at a time
 
 
 def lower(a: Arguments) -> Compiled:
-    if a.q_nope.device.type != "cuda":
+    if a.query.device.type != "cuda":
         raise NoMatch("parts are for CUDA devices")
-    context, batch, heads = context_of(a.kv_cache, a.block_table), a.q_nope.shape[0], a.q_nope.shape[2]
+    context, batch, heads = context_of(a.kv_cache, a.block_table), a.query.shape[0], a.query.shape[2]
     size = batch * heads * bytes_of_head(a, context)
     if not limits.holds(size > LARGE):
         raise NoMatch(f"keys and values of all heads take {size} bytes; parts are for more than {LARGE}")
-    is_same = is_expressible(a.q_nope, context, a.mask, a.fill, a.sinks)
+    is_same = is_expressible(a.query, context, a.mask, a.fill, a.sinks)
     if not is_same or (a.is_causal and not a.scale > 0):
         raise NoMatch("PyTorch's own attention, which parts are for, computes something else")
     return under_mask if is_masked(a) else in_parts
@@ -46,12 +44,12 @@ def lower(a: Arguments) -> Compiled:
 def bytes_of_head(a: Arguments, context: int) -> int:
     """What the keys and values of one head of one sequence take."""
     rotary = 0 if a.kr_cache is None else a.kr_cache.shape[-1]
-    return context * (a.weight_uk.shape[1] + rotary + a.weight_uv.shape[1]) * a.q_nope.element_size()
+    return context * (sum(weight.shape[1] for weight in a.weights) + rotary) * a.query.element_size()
 
 
-def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute the expanded form of mla_attention without logarithms. No score may be infinite or NaN under a mask."""
-    a, (out, no_sums) = unpaged(a), mla_attention.fake(a)
+def run(a: Arguments) -> Results:
+    """Compute the expanded form of attention without logarithms. No score may be infinite or NaN under a mask."""
+    a, (out, no_sums) = unpaged(a), fake(a)
     a = a if a.mask is None else replace(a, mask=aligned(a.mask, rows_first=False))
     for sequence in range(out.shape[0]):
         some = slice(sequence, sequence + 1)
@@ -60,7 +58,7 @@ def run(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def _of_sequence(a: Arguments, out: Tensor) -> None:
-    steps, heads, context = a.q_nope.shape[1], a.q_nope.shape[2], a.kv_cache.shape[1]
+    steps, heads, context = a.query.shape[1], a.query.shape[2], a.kv_cache.shape[1]
     seen, rows = _seen(a), max(1, MASK // max(1, context) if is_masked(a) else steps)
     for first_head, last_head in parts(heads, max(1, PART // max(1, bytes_of_head(a, context)))):
         own = of_heads(a, slice(first_head, last_head))
@@ -75,27 +73,29 @@ def _mask(a: Arguments, first: int, last: int) -> Tensor | None:
     """What hides keys from some rows. Rows before the last one see less than a length."""
     if a.context_lens is None:
         return mask_of_rows(a.mask, first, last)
-    lengths = a.context_lens - (a.q_nope.shape[1] - last)
-    return as_mask(None, lengths, False, a.q_nope[:, first:last], a.kv_cache.shape[1])
+    lengths = a.context_lens - (a.query.shape[1] - last)
+    return as_mask(None, lengths, False, a.query[:, first:last], a.kv_cache.shape[1])
 
 
 def _seen(a: Arguments) -> Tensor | None:
     """The keys that some row sees. With lengths, the last row sees most."""
-    return seen_keys(a.mask if a.context_lens is None else _mask(a, a.q_nope.shape[1] - 1, a.q_nope.shape[1]))
+    return seen_keys(a.mask if a.context_lens is None else _mask(a, a.query.shape[1] - 1, a.query.shape[1]))
 
 
-def run_under_mask(a: Arguments) -> tuple[Tensor, Tensor]:
+def run_under_mask(a: Arguments) -> Results:
     a = unpaged(a)
-    return run(a) if is_tame(a) else mla_attention.tiled(a)
+    return run(a) if is_tame(a) else tiled(a)
 
 
 def is_tame(a: Arguments) -> Tensor:
     """Whether no score can be infinite or close to it, by the largest numbers of what keys are expanded from."""
-    limit = tame_limit(a.q_nope.dtype, a.weight_uk.shape[1] + (0 if a.q_rope is None else a.q_rope.shape[3]), a.scale)
+    weight_uk, _ = a.weights
+    rotary = 0 if a.query_rope is None else a.query_rope.shape[3]
+    limit = tame_limit(a.query.dtype, weight_uk.shape[1] + rotary, a.scale)
     seen = _seen(a)
     assert seen is not None, "there is a mask"
-    latent = limit / (a.kv_cache.shape[2] * a.weight_uk.abs().amax().float())
-    numbers = (a.q_nope, limit), (a.q_rope, limit)
+    latent = limit / (a.kv_cache.shape[2] * weight_uk.abs().amax().float())
+    numbers = (a.query, limit), (a.query_rope, limit)
     keys = (a.kv_cache, latent), (a.kr_cache, limit)
     small = [value.abs() <= most for value, most in numbers if value is not None]
     small += [(value.abs() <= most) | ~seen for value, most in keys if value is not None]
@@ -103,13 +103,13 @@ def is_tame(a: Arguments) -> Tensor:
 
 
 in_parts = define_lean_on(
-    Arguments, "mla_attention_in_parts", run, mla_attention.fake, returns=RESULTS, device="CUDA"
+    Arguments, "mla_attention_in_parts", run, fake, returns=RESULTS, device="CUDA"
 )
 under_mask = define_lean_on(
     Arguments,
     "mla_attention_in_parts_under_mask",
     run_under_mask,
-    mla_attention.fake,
+    fake,
     returns=RESULTS,
     device="CUDA",
     tags=(torch.Tag.cudagraph_unsafe,),

@@ -1,23 +1,20 @@
-"""latent_attention as libraries take it: each query token is a sequence of its own, which sees at least one key.
+"""Attention over latents as libraries take it: each query token is a sequence of its own, which sees at least one key.
 
 Then a length hides all that is hidden, so the rule of a library for several tokens of a sequence does not matter, and
 lengths may be any numbers. The conversion is compiled: layers that share lengths and tables share it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from mla_fx.ops.emitted.kernel_operands import lengths_of
-from mla_fx.ops.emitted.latent_attention import Arguments
-from mla_fx.ops.emitted.pages import context_of
-
-Attend = Callable[[Arguments], tuple[Tensor, Tensor]]
+from mla_fx.ops.emitted.attention.arguments import Arguments, Attend, Results
+from mla_fx.ops.emitted.attention.kernel_operands import lengths_of
+from mla_fx.ops.emitted.attention.pages import context_of
 
 
-def by_tokens(attend: Attend, a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention without mask, sinks and fill.
+def by_tokens(attend: Attend, a: Arguments) -> Results:
+    """Compute attention over latents without mask, sinks and fill.
 
     `attend` gets sequences of one token with lengths int32 [B * S], 1 to T, and a block_table int32 of pages that
     exist. A row that sees no key becomes zeros, and one whose page does not exist NaN: a device cannot raise."""

@@ -1,10 +1,8 @@
-"""latent_attention in Triton: programs take parts of the keys, so that few queries keep all of a device busy, and a
-second kernel joins the parts.
+"""Attention over latents in Triton: programs take parts of the keys, so that few queries keep all of a device busy, and
+a second kernel joins the parts.
 
 Letters: B sequences, S query tokens, N heads, M = S * N query rows of a sequence, T keys, R columns of a latent, Dr
 rotary columns, P parts. A latent is loaded once, for the scores and as a value."""
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +14,21 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.chosen_rows import over_rows
-from mla_fx.ops.emitted.codes import CODES, kind_of
-from mla_fx.ops.emitted.kernel_operands import asked, in_rows, lengths_of, mask_of, results, scales_of, strides, tile_of
-from mla_fx.ops.emitted.latent_attention import RESULTS, Arguments, of_queries
-from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
+from mla_fx.ops.emitted.attention.chosen_rows import over_rows
+from mla_fx.ops.emitted.attention.codes import CODES, kind_of
+from mla_fx.ops.emitted.attention.kernel_operands import (
+    asked,
+    in_rows,
+    lengths_of,
+    mask_of,
+    results,
+    scales_of,
+    strides,
+    tile_of,
+)
+from mla_fx.ops.emitted.attention.latents import of_queries
+from mla_fx.ops.emitted.attention.pages import context_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_COLUMNS = 512  # of latents: sums of more do not fit the registers
@@ -213,8 +221,8 @@ def check_served(kv_cache: Tensor, tokens: int) -> None:
         raise NoMatch(f"the kernel is for at most {MOST_TOKENS} new tokens of a sequence")
 
 
-def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """Compute latent_attention."""
+def run(a: Arguments) -> Results:
+    """Compute attention without weights."""
     if a.indices is not None:
         return of_queries(run(over_rows(a)), a)
     out, lse = results(a)

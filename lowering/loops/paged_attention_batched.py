@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from mla_fx.ops.emitted import paged_attention
+from mla_fx.ops.emitted.attention.pages import READS_PAGES
 from mla_fx.ops.emitted.paged_attention import Arguments
-from mla_fx.ops.emitted.pages import READS_PAGES
 
 from .conditional import conditional
 

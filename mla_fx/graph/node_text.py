@@ -123,14 +123,15 @@ def literal(value: Any, name_of: NameOf) -> str:
 
 def origin(node: Node) -> list[str]:
     """What a fused operator replaced: the names of nodes, by the line of code and the module that made them."""
-    if fused_name(node) is None:
+    name = fused_name(node)
+    if name is None:
         return []
     rule, origins = node.meta.get(RULE), node.meta.get(ORIGINS, ())
     places: dict[str, list[str]] = {}
-    for name, source, module in origins:
+    for old, source, module in origins:
         place = ", ".join(part for part in (short_source(source), module) if part)
-        places.setdefault(place or "unknown source", []).append(name)
-    title = [target_name(node.target)]
+        places.setdefault(place or "unknown source", []).append(old)
+    title = [name]
     title += [f"by rule {rule}"] if rule else []
     title += [f"replaces {len(origins)} nodes"] if origins else []
     return [one_line(", ".join(title)), *(f"  {one_line(place)}: {' '.join(names)}" for place, names in places.items())]

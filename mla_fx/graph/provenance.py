@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from torch.fx import Graph, Node
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
-from mla_fx.ops import FORMS, form
+from mla_fx.ops import ATTENTION, form
 
-from .schemas import Call, named_arguments, names_of
+from .schemas import Call, named_arguments
 from .torch_private import OpOverload
 
 _VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")
@@ -41,7 +41,7 @@ def fused_name(node: Call) -> str | None:
     if not isinstance(target, OpOverload) or target.namespace != "mla_fx":
         return None
     name = str(target._opname).rstrip("_")
-    return name if FORMS.keys().isdisjoint(names_of(target)) else form(name, dict(named_arguments(node)))
+    return form(name, dict(named_arguments(node))) if name == ATTENTION else name
 
 
 def source_of(node: Node | None) -> str:
@@ -89,7 +89,7 @@ def name_of(node: Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return f"the graph input {label_of(node)}" if node.op == "placeholder" else f"the attribute {node.target}"
     if isinstance(node.target, OpOverload):
-        return str(node.target._opname)
+        return fused_name(node) or str(node.target._opname)
     return str(getattr(node.target, "__name__", node.target))
 
 

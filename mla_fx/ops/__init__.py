@@ -17,11 +17,12 @@ from .common.define import Operator, Sample, define
 from .common.sample import Sampler
 
 __all__ = [
-    "FORMS", "Operator", "Sample", "Sampler", "catalogue", "check_dtype", "check_letters", "check_rank", "check_shape",
-    "check_tensors", "check_values", "define", "form", "names",
+    "ATTENTION", "Operator", "Sample", "Sampler", "catalogue", "check_dtype", "check_letters", "check_rank",
+    "check_shape", "check_tensors", "check_values", "define", "form", "names",
 ]  # fmt: skip
 
-FORMS = {"indices": "sparse", "lens": "packed"}  # arguments that give a call another name
+ATTENTION = "attention"
+ROWS = {"indices": "sparse", "lens": "packed"}  # arguments of attention that give a call another name
 
 with collector_paused():
     _MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")]
@@ -34,13 +35,17 @@ def catalogue() -> dict[str, Operator]:
 
 
 def form(name: str, given: Mapping[str, Any]) -> str:
-    """The name that people know for a call of an operator with these arguments: attention to chosen keys is sparse, and
-    that of several sequences in one row is packed."""
-    return next((f"{word}_{name}" for argument, word in FORMS.items() if given.get(argument) is not None), name)
+    """The name that people know for a call of an operator with these arguments. Attention of absorbed queries is
+    `latent_attention`, and that of heads, which has weights, `mla_attention`. To chosen keys, either is sparse; that of
+    several sequences in one row is packed."""
+    if name != ATTENTION:
+        return name
+    heads = "latent_attention" if given.get("weight_uk") is None else "mla_attention"
+    return next((f"{word}_{heads}" for argument, word in ROWS.items() if given.get(argument) is not None), heads)
 
 
 def names() -> list[str]:
     """The names of all operators and of their forms."""
-    known = {name.partition(".")[0]: entry for name, entry in catalogue().items()}
-    arguments = ((name, each.name) for name, entry in known.items() for each in entry.overload._schema.arguments)
-    return sorted({*known, *(form(name, {argument: True}) for name, argument in arguments)})
+    known = {name.partition(".")[0] for name in catalogue()}
+    given = ({}, {"indices": True}, {"weight_uk": True}, *({"weight_uk": True, rows: True} for rows in ROWS))
+    return sorted({*known - {ATTENTION}, *(form(ATTENTION, one) for one in given)})

@@ -23,12 +23,12 @@ from mla_fx.errors import ByDesign
 from mla_fx.graph.provenance import ORIGINS
 from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.ops.common.machine import multiplies_tiles
-from mla_fx.readings.calls import args_of, named_argument, positional
+from mla_fx.readings.calls import args_of, named_argument
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
 from mla_fx.rewriting.draft import Change, Draft
 from mla_fx.rewriting.emitter import Apply, Emitter
-from mla_fx.rewriting.replacement import LATENT_ATTENTION
+from mla_fx.rewriting.operands import call_with
 from mla_fx.target import Target
 
 ALWAYS = 2**62
@@ -54,19 +54,19 @@ def max_absorbed_tokens(policy: str, device: str, context: Size, given: int | No
 
 
 def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply) -> None:
-    """Rewrites an mla_attention whose S is provably small to latent_attention. Raises NoMatch with the reason if it
-    stays as it is; `apply` may refuse, too.
+    """Rewrites attention of heads whose S is provably small to attention of absorbed queries. Raises NoMatch with the
+    reason if it stays as it is; `apply` may refuse, too.
 
     If S is a symbol that may be large, a call with the limit at which it decides at run time takes its place. It stays
     expanded if the target cannot run the operator.
 
     An absorbed float16 query may overflow where the original program does not. If the target runs the operators, such a
-    call therefore stays an mla_attention, which computes the absorbed query in float32."""
+    call therefore keeps its weights, and computes the absorbed query in float32."""
     if named_argument(node, "lens") is not None:
         raise ByDesign(f"{UNABSORBED}: packed sequences are expanded", node)
-    q_nope, _, kv_cache, *_ = args_of(node)
-    value = q_nope.meta["val"]
-    tokens, context = shape_of(q_nope)[1], shape_of(kv_cache)[1]
+    query, kv_cache = (named_argument(node, name) for name in ("query", "kv_cache"))
+    value = query.meta["val"]
+    tokens, context = shape_of(query)[1], shape_of(kv_cache)[1]
     limit = max_absorbed_tokens(policy, value.device.type, context, target.max_absorbed_tokens)
     if not _is_absorbed(tokens, context, limit):
         if not isinstance(tokens, int) and not _is_cold(tokens, context):
@@ -76,7 +76,7 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply)
         _limit(node, emit, ALWAYS, apply)
         raise ByDesign(f"{UNABSORBED}: absorbed, it might leave the range of torch.float16", node)
     with emit.at(node, "absorb"):
-        absorbed, weight_uv = _absorbed(node, emit), args_of(node)[5]
+        absorbed, weight_uv = _absorbed(node, emit), named_argument(node, "weight_uv")
         pairs = [
             (old, new if _is_sum(old) else emit.inlined(expand_output, new, weight_uv))  # contiguous, as the node's is
             for old, new in _results(node, absorbed, emit)
@@ -109,7 +109,7 @@ def _limit(node: Node, emit: Emitter, limit: int, apply: Apply) -> None:
     if node.kwargs.get(LIMIT, 0) == limit:
         return
     with emit.at(node, "absorb"):
-        call = emit.call(node.target, *args_of(node), **{**node.kwargs, LIMIT: limit})
+        call = emit.evaluate(call_with(node, **{LIMIT: limit}))
         apply(emit, "absorb", Change.of(_results(node, call, emit), {*node.all_input_nodes}))
 
 
@@ -126,7 +126,6 @@ def _is_sum(result: Node) -> bool:
 
 def _absorbed(node: Node, emit: Emitter) -> Draft | Node:
     """Attention over the latents, before its result is expanded."""
-    q_nope, q_rope, kv_cache, kr_cache, weight_uk, _, *masks, _ = positional(node).values()  # the last are lens
-    options = {name: value for name, value in node.kwargs.items() if name != LIMIT}
-    query = emit.inlined(absorb_query, q_nope, weight_uk)
-    return emit.call(LATENT_ATTENTION, query, q_rope, kv_cache, kr_cache, *masks, **options)
+    query = emit.inlined(absorb_query, named_argument(node, "query"), named_argument(node, "weight_uk"))
+    call = call_with(node, query=query, weight_uk=None, weight_uv=None, **{LIMIT: 0})
+    return emit.evaluate(call)  # type: ignore[no-any-return]

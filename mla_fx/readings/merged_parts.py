@@ -21,8 +21,8 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import unset_fake_temporarily
+from mla_fx.ops.emitted.attention.tiles import LOWEST
 from mla_fx.ops.emitted.merge_attention import MOST_PARTS
-from mla_fx.ops.emitted.tiled_attention import LOWEST
 
 from .arithmetic import Arithmetic, is_step
 from .axes import Axis, Index

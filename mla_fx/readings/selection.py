@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
-from mla_fx.ops.emitted.tiled_attention import LOWEST
+from mla_fx.ops.emitted.attention.tiles import LOWEST
 
 from .algebra import as_sum
 from .axes import Index, extent

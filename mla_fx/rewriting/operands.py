@@ -5,29 +5,56 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.torch_private import OpOverload
 from mla_fx.ops.common.math import nan_where_blind
 from mla_fx.readings.attention import Attention
 from mla_fx.readings.axes import Axes, Axis, Dims, Index, axes, combine, composite, of_axis, shifted, substitute, whole
+from mla_fx.readings.calls import keywords, positional
 from mla_fx.readings.causal import CausalByPosition, causal_by_position
-from mla_fx.readings.element import Element, is_coarser, resolve
+from mla_fx.readings.element import Element, element_of, is_coarser, resolve
 from mla_fx.readings.logits import Mask, Masked, fill_of
 from mla_fx.readings.reading import renamed
 from mla_fx.readings.rope import Rope, Table
 from mla_fx.readings.sizes import Size, at_most, plain, product
 
 from .materialize import tensor
-from .plan import Call, Cast, Expression, Inlined, Representative
+from .plan import Call, Cast, Expression, Inlined, Representative, Value
 
 aten = torch.ops.aten
+
+
+def call_with(call: Node, **changes: Any) -> Call:
+    """A call with some arguments changed. What has its default is left out, and what follows has its name."""
+    assert isinstance(call.target, OpOverload), "the call of an operator"
+    given = {**positional(call), **keywords(call), **changes}
+    known = call.target._schema.arguments
+    kept = [one for one in known if not _has_default(one, given)]
+    pairs = zip(kept, known, strict=False)
+    count = len(list(itertools.takewhile(lambda pair: pair[0] is pair[1] and not pair[0].kwarg_only, pairs)))
+    named = {one.name: _read(given[one.name]) for one in kept[count:]}
+    return Call(call.target, *(_read(given[one.name]) for one in kept[:count]), **named)
+
+
+def _read(value: Any) -> Any:
+    """A tensor of the graph with the operation that it is read from."""
+    is_tensor = isinstance(value, Node) and isinstance(value.meta["val"], torch.Tensor)
+    return Value(value, element_of(value).origin) if is_tensor else value
+
+
+def _has_default(argument: Any, given: Mapping[str, Any]) -> bool:
+    default = argument.default_value
+    return bool(argument.has_default_value() and given.get(argument.name, default) == default)
 
 
 @dataclass(frozen=True)

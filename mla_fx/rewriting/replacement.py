@@ -27,10 +27,8 @@ from .plan import Call, Cast, Computed, Expression, Plan, Replacement
 
 aten = torch.ops.aten
 
-# The operators that replace a recognised attention. They accept operands in any layout.
-LATENT_ATTENTION = torch.ops.mla_fx.latent_attention.default
-PLAIN_ATTENTION = torch.ops.mla_fx.mla_attention.default
-ATTENTION = PLAIN_ATTENTION, LATENT_ATTENTION
+# The operator that replaces a recognised attention. It accepts operands in any layout.
+ATTENTION = torch.ops.mla_fx.attention.default
 
 # Operators that read a tensor's shape and dtype, but not its values.
 LIKE = frozenset(
@@ -84,7 +82,7 @@ def _takes_any_layout(user: Node, value: Node) -> bool:
     if user.target is aten.reshape.default:
         return all(_takes_any_layout(further, user) for further in user.users)
     is_row = user.target is aten.slice_scatter.default and value is not args_of(user)[0]
-    return is_row or user.target in ATTENTION
+    return is_row or user.target is ATTENTION
 
 
 def check_nothing_is_lost(

@@ -2,6 +2,7 @@
 
 from mla_fx.rewriting.materialize import scaled_by as scaled_by
 from mla_fx.rewriting.materialize import tensor as tensor
+from mla_fx.rewriting.operands import call_with as call_with
 from mla_fx.rewriting.operands import check_is_causal as check_is_causal
 from mla_fx.rewriting.operands import counts_from_first as counts_from_first
 from mla_fx.rewriting.operands import joined as joined
@@ -24,6 +25,4 @@ from mla_fx.rewriting.plan import first_node as first_node
 from mla_fx.rewriting.plan import result as result
 from mla_fx.rewriting.plan import times as times
 from mla_fx.rewriting.replacement import ATTENTION as ATTENTION
-from mla_fx.rewriting.replacement import LATENT_ATTENTION as LATENT_ATTENTION
-from mla_fx.rewriting.replacement import PLAIN_ATTENTION as PLAIN_ATTENTION
 from mla_fx.rewriting.replacement import replacing as replacing

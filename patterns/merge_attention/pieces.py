@@ -1,7 +1,7 @@
 """Merged attention over neighbouring pieces of one context, as attention over all of them.
 
-    merge_attention of latent_attention(query, kv_cache[:, :t]) and latent_attention(query, kv_cache[:, t:])
-        -> latent_attention(query, kv_cache)
+    merge_attention of attention(query, kv_cache[:, :t]) and attention(query, kv_cache[:, t:])
+        -> attention(query, kv_cache)
 
 Loops over chunks of a context bound the memory of scores, which the operators do anyway. Pieces are slices of one
 cache, or of one block table. They have the same query and weights; what they hide becomes one mask. A merge with other
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.ops.emitted.attention import aligned, as_mask
-from mla_fx.ops.emitted.pages import context_of
+from mla_fx.ops.emitted.attention.pages import context_of
+from mla_fx.ops.emitted.attention.softmax import aligned, as_mask
 from mla_fx.rule import NoMatch, Plan
-from mla_fx.rule.operands import ATTENTION, Call, Cast, Expression, Inlined, Replacement, result, tensor
+from mla_fx.rule.operands import ATTENTION, Call, Cast, Expression, Inlined, Replacement, call_with, result, tensor
 from mla_fx.rule.readings import (
     Element,
     are_neighbours,
@@ -35,6 +35,7 @@ from mla_fx.rule.readings import (
     fresh_index,
     is_same,
     joined,
+    keywords,
     named_argument,
     options_of,
     positional,
@@ -82,7 +83,7 @@ def feeds_alone(merge: Node) -> bool:
 
 def returns_lse(node: Node) -> bool:
     """Whether this is attention with its logarithms."""
-    return node.target in ATTENTION and bool(options_of(node).get("return_lse"))
+    return node.target is ATTENTION and bool(options_of(node).get("return_lse"))
 
 
 def call_of(out: Element, lse: Element) -> Node | None:
@@ -105,7 +106,7 @@ def _chains(parts: Sequence[_Part]) -> list[list[_Part]]:
 
 def _is_next(part: _Part, other: _Part) -> bool:
     """Whether the other part's context follows this one's, and all but what they hide is equal."""
-    if part.call is None or other.call is None or part.call.target is not other.call.target:
+    if part.call is None or other.call is None:
         return False
     if not _lie_alike(part.out, other.out) or not _lie_alike(part.lse, other.lse):
         return False
@@ -131,8 +132,7 @@ def _lie_alike(one: Node, other: Node) -> bool:
 
 def _options(call: Node) -> dict[str, Any]:
     """All but what may be given by position, and what hides keys."""
-    others = {*positional(call), "is_causal"}
-    return {name: value for name, value in options_of(call).items() if name not in others}
+    return {name: value for name, value in keywords(call).items() if name != "is_causal"}
 
 
 def _pieces(given: dict[str, Node | None]) -> list[str]:
@@ -154,25 +154,17 @@ def _attention(chain: Sequence[_Part]) -> tuple[Node | Expression, Node | Expres
 
 def _joined(chain: Sequence[_Part]) -> tuple[Expression, Expression]:
     calls = [part.call for part in chain if part.call is not None]
-    first = positional(calls[0])
-    moved = _pieces(first)
-    given: dict[str, Expression | None] = {
-        name: _operand([named_argument(call, name) for call in calls] if name in moved else [value])
-        for name, value in first.items()
-    }
-    given.update(mask=_mask(calls), context_lens=None)
-    call = Call(calls[0].target, *given.values(), **_options(calls[0]))
+    moved = _pieces(positional(calls[0]))
+    given = {name: _operand([named_argument(call, name) for call in calls]) for name in moved}
+    call = call_with(calls[0], **given, mask=_mask(calls), context_lens=None, is_causal=False)
     out, lse = (Call(operator.getitem, call, place) for place in (0, 1))
     return _as_read(chain[0].out, out), _as_read(chain[0].lse, lse)
 
 
-def _operand(pieces: list[Node | None]) -> Expression | None:
-    """One operand, of its pieces along the context or of a single value."""
-    nodes = [piece for piece in pieces if piece is not None]
-    if not nodes:
-        return None
-    element, index = joined(nodes, 1)
-    return tensor(element, [axes(part, "a dimension", nodes[0]) for part in index])
+def _operand(pieces: list[Node]) -> Expression:
+    """One operand, of its pieces along the context."""
+    element, index = joined(pieces, 1)
+    return tensor(element, [axes(part, "a dimension", pieces[0]) for part in index])
 
 
 def _as_read(old: Node, new: Expression) -> Expression:
@@ -197,7 +189,7 @@ def _mask(calls: Sequence[Node]) -> Expression | None:
     hidden = [_Hidden(_hidden_by(call), named_argument(call, "block_table") is not None) for call in calls]
     if not any(one.by for one in hidden):
         return None
-    given = [args_of(calls[0])[0]]
+    given = [named_argument(calls[0], "query")]
     for call, one in zip(calls, hidden, strict=True):
         names = ("kv_cache", *(["block_table"] if one.in_pages else []), *([one.by] if one.by in MASKS else []))
         given += [named_argument(call, name) for name in names]

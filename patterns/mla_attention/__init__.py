@@ -6,8 +6,8 @@
 Models are written expanded (Hugging Face, torchtitan, Megatron); DeepSeek's inference code is absorbed, with weight_uk
 multiplied into the query. Either becomes one operator over the latents:
 
-    expanded -> mla_attention, which still has weight_uk and weight_uv (the absorb pass chooses between the two)
-    absorbed -> latent_attention
+    expanded -> attention with weight_uk and weight_uv (the absorb pass chooses between the two)
+    absorbed -> attention without them
 
 An absorbed query may come from anywhere, for example from weights multiplied ahead of time, if the values are columns
 of the keys: no other attention has that. Without a rotary part (GLM-5 Next, every fourth layer of Mistral Large 4),
@@ -53,8 +53,7 @@ from mla_fx.rule import (
     var,
 )
 from mla_fx.rule.operands import (
-    LATENT_ATTENTION,
-    PLAIN_ATTENTION,
+    ATTENTION,
     ByHoisting,
     Call,
     Cast,
@@ -233,12 +232,11 @@ class MlaAttention(Rule):
         masks, options = _masks(match, found, dtype)
         options |= {"return_lse": True} if return_lse else {}
         if keys == values == "expanded":
-            q_nope, weight_uk = query_and_weight()
-            operands = q_nope, *context, weight_uk, made("weight_uv", "n v c"), *masks
-            call = Call(PLAIN_ATTENTION, *operands, scale=scale, **options)
+            query, weight_uk = query_and_weight()
+            options |= {"weight_uk": weight_uk, "weight_uv": made("weight_uv", "n v c")}
         else:
             query = made("query", "b s n c") if keys == "absorbed" else Inlined(absorb_query, query_and_weight())
-            call = Call(LATENT_ATTENTION, query, *context, *masks, scale=scale, **options)
+        call = Call(ATTENTION, query, *context, *masks, scale=scale, **options)
         out: Expression = Call(operator.getitem, call, 0)
         sums = Call(operator.getitem, call, 1)
         hides = not all(mask is None for mask in masks[:2])

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from mla_fx.rule import Match, NoMatch, Plan, Rule
 from mla_fx.rule.caches import CacheRoles, replacing_cache
-from mla_fx.rule.operands import LATENT_ATTENTION, Call, Cast, Expression, Replacement, result, tables, tensor
+from mla_fx.rule.operands import ATTENTION, Call, Cast, Expression, Replacement, result, tables, tensor
 from mla_fx.rule.readings import (
     Axes,
     Element,
@@ -21,6 +21,7 @@ from mla_fx.rule.readings import (
     RmsNorm,
     Rope,
     check_codes,
+    named_argument,
 )
 
 from .scales import V3, check_query, factor_of_keys, query_factor, query_scale, scales_of, with_divided_tables
@@ -88,7 +89,11 @@ class Prolog(Rule):
     """A form of caches: what it reads, and the operator that writes it."""
 
     stage = "prolog"
-    targets = (LATENT_ATTENTION,)
+    targets = (ATTENTION,)
+
+    def anchors(self, graph: Graph) -> Iterator[Node]:
+        """Attention of absorbed queries."""
+        return (call for call in super().anchors(graph) if named_argument(call, "weight_uk") is None)
 
     def rewrite(self, match: Match) -> Plan:
         layer = self.layer(match)

@@ -1,6 +1,6 @@
 """A context gathered through a block table, and attention over it, as attention over the pages themselves.
 
-    latent_attention(query, query_rope, kv_cache[block_table], kr_cache[block_table])
+    attention(query, query_rope, kv_cache[block_table], kr_cache[block_table])
 
 Spellings: blocks looked up (`cache[block_table]`, index_select, embedding); slots computed from a table, or given per
 token, which are blocks of one row. The rows in a table may be any rows: the operator reads the same ones.
@@ -14,10 +14,10 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.cases import Case
-from mla_fx.ops.emitted.codes import SCALES
+from mla_fx.ops.emitted.attention.codes import SCALES
 from mla_fx.rule import CallPattern, Match, NoMatch, Operand, Plan, Rule, var
 from mla_fx.rule.caches import block_table, check_memory, is_looked_up, paged
-from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, tensor
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, call_with, tensor
 from mla_fx.rule.readings import (
     Axes,
     Dims,
@@ -29,10 +29,8 @@ from mla_fx.rule.readings import (
     computed_between,
     element_of,
     fresh,
-    keywords,
     leaves,
     named_argument,
-    positional,
     renamed,
     resolve,
     shape_of,
@@ -47,7 +45,7 @@ CACHES = {"kv_cache": Operand("btc", var("kv_cache")), "kr_cache": Operand("btr"
 
 class PagedContext(Rule):
     stage = "context"
-    targets = ATTENTION
+    targets = (ATTENTION,)
     pattern = CallPattern(CACHES, fixed="bt")
     accepts = (Case("blocks looked up", cases.Gathered, {"mla_prolog": 1, "latent_attention": 1}),)
     rejects = (Case("two tables", cases.OtherTable, because="looked up by different tables"),)
@@ -74,13 +72,13 @@ class PagedContext(Rule):
         (page, row), *_ = (found.blocks_and_rows(t) for found in read.values())
         is_nz = len(c) > 1 or len(r) > 1
         pages = {name: _pages(found, row, leaves(given[name][1], parted), is_nz=is_nz) for name, found in read.items()}
-        operands = positional(old) | pages | {"block_table": block_table(b, page, *read.values())}
+        blocks = block_table(b, page, *read.values())
         moved = (  # rounds nothing, also if these are codes of 8 bits
             call
             for name, (element, _) in given.items()
             for call in computed_between(element.origin, {read[name].pages.origin})
         )
-        return Plan(Replacement(old, Call(old.target, *operands.values(), **keywords(old))), exact=moved)
+        return Plan(Replacement(old, call_with(old, **pages, block_table=blocks)), exact=moved)
 
 
 class PagedCodes(PagedContext):

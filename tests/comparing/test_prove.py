@@ -95,7 +95,7 @@ def test_a_lowering_with_a_fault_leaves_the_call(monkeypatch):
 
     def wrong(node, *given):
         function = lowered(node, *given)
-        is_attention = node.target is torch.ops.mla_fx.latent_attention.default
+        is_attention = node.target is torch.ops.mla_fx.attention.default
 
         def spoiled(*operands, **options):
             out, lse = function(*operands, **options)

@@ -74,7 +74,7 @@ def test_the_sentence_and_the_program_are_about_one_layer(monkeypatch, tmp_path)
     )
     assert file == tmp_path / "dump" / "reproducer_000" / "reproduce.py"
     text = file.read_text()
-    assert text.count("mla_fx.latent_attention(") == 1 and "# layers.1.kv_cache" in text
+    assert text.count("mla_fx.attention(") == 1 and "# layers.1.kv_cache" in text
     assert not re.search(r"layers\.[02]\.\w+\n", text)
     weights = [f"{number:.9g}" for weight in Stack(3).state_dict().values() for number in weight.flatten().tolist()]
     assert not any(number in text for number in weights)
@@ -102,7 +102,7 @@ def test_a_wrong_lowering_shows_where_it_is_compiled(monkeypatch, capsys):
             out, lse = function(*given, **settings)
             return out * 1.001, lse
 
-        return inlined(self, slightly if "latent_attention" in function.__module__ else function, *args, **options)
+        return inlined(self, slightly if "loops.latents" in function.__module__ else function, *args, **options)
 
     inlined = Emitter.inlined
     monkeypatch.setattr(Emitter, "inlined", wrong)

@@ -28,11 +28,11 @@ def fused_graph():
     """One latent_attention, as the rewriter emits it."""
 
     def function(q, q_rope, kv, k_rope):
-        return torch.ops.mla_fx.latent_attention(q, q_rope, kv, k_rope, None, scale=0.5)
+        return torch.ops.mla_fx.attention(q, q_rope, kv, k_rope, None, scale=0.5)
 
     shapes = (1, 1, 2, 4), (1, 1, 2, 2), (1, 3, 4), (1, 3, 2)
     graph = traced(function, *(torch.randn(shape, dtype=torch.bfloat16) for shape in shapes))
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.mla_fx.latent_attention.default)
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.mla_fx.attention.default)
     node.meta["mla_fx_rule"] = "mla_attention"
     node.meta["mla_fx_replaced"] = [
         ("bmm", "/usr/lib/site-packages/model.py:41", "layers.0"),
@@ -146,14 +146,14 @@ INPUTS = {
 
 
 def graph(inputs):
-    # mla_fx.latent_attention, by rule mla_attention, replaces 5 nodes
+    # latent_attention, by rule mla_attention, replaces 5 nodes
     #   model.py:41, layers.0: bmm view_2
     #   model.py:41, layers.0.mix: view_3
     #   model.py:42: div
     #   unknown source: clone
-    latent_attention = mla_fx.latent_attention(inputs["q_1"], inputs["q_rope_1"], inputs["kv_1"], inputs["k_rope_1"], None, scale=0.5)  # (bf16[1, 1, 2, 4], f32[0])
-    getitem = latent_attention[0]  # bf16[1, 1, 2, 4]
-    getitem_1 = latent_attention[1]  # f32[0]
+    attention = mla_fx.attention(inputs["q_1"], inputs["q_rope_1"], inputs["kv_1"], inputs["k_rope_1"], scale=0.5)  # (bf16[1, 1, 2, 4], f32[0])
+    getitem = attention[0]  # bf16[1, 1, 2, 4]
+    getitem_1 = attention[1]  # f32[0]
     return (getitem, getitem_1)
 
 

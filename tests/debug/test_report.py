@@ -171,7 +171,7 @@ def test_no_graph_at_all_makes_a_report():
 
 
 def latent_attention(query, query_rope, kv_cache, kr_cache):
-    return torch.ops.mla_fx.latent_attention(query, query_rope, kv_cache, kr_cache, None, scale=0.5)[0]
+    return torch.ops.mla_fx.attention(query, query_rope, kv_cache, kr_cache, None, scale=0.5)[0]
 
 
 SHAPES = (1, 1, 2, 4), (1, 1, 2, 2), (1, 3, 4), (1, 3, 2)

@@ -127,7 +127,7 @@ def test_tlparse_shows_our_artefacts(tmp_path):
     files = {file.stem.rpartition("_")[0]: file for file in (tmp_path / "shown").glob("*_0_0_0/mla_fx_*")}
     assert set(files) == {*STAGES, "mla_fx_report"}
     assert "aten.mla" not in (captured := files["mla_fx_00_captured"].read_text()) and "aten.mm" in captured
-    assert "mla_fx.latent_attention" in files["mla_fx_10_reinplace"].read_text()
+    assert "mla_fx.attention" in files["mla_fx_10_reinplace"].read_text()
     assert json.loads(files["mla_fx_report"].read_text())["fused"] == {"mla_prolog": 1, "latent_attention": 1}
     page = (tmp_path / "shown" / "index.html").read_text()
     assert all(file.name in page for file in files.values())
@@ -214,7 +214,7 @@ def wrong_absorption(patch):
 
 WRONG = {
     "mla_fx: mla_attention at _safe_softmax, ": lambda patch: plants.plant(patch, "scale 5 % off"),
-    "mla_fx: mla_prolog at latent_attention_default, ": lambda patch: plants.plant(patch, "rotation the other way"),
+    "mla_fx: mla_prolog at attention_default_1, ": lambda patch: plants.plant(patch, "rotation the other way"),
     "mla_fx: choose absorbed or expanded": wrong_absorption,
 }
 

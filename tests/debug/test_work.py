@@ -84,9 +84,9 @@ def attention(heads=4, rank=32, rope=8, context=16):
 
 
 def test_a_fused_operator_has_the_flops_of_its_body():
-    found = work(lambda *inputs: torch.ops.mla_fx.latent_attention(*inputs, None, scale=0.5)[0], *attention())
+    found = work(lambda *inputs: torch.ops.mla_fx.attention(*inputs, None, scale=0.5)[0], *attention())
     scores, moved = 2 * 3 * 4 * 16, 2 * 3 * 4 * (32 + 8) + 2 * 16 * (32 + 8) + 2 * 3 * 4 * 32
-    assert found == {"mla_fx.latent_attention.default": Work(2 * scores * (32 + 8 + 32), 2 * moved)}
+    assert found == {"mla_fx.attention.default": Work(2 * scores * (32 + 8 + 32), 2 * moved)}
 
 
 def test_of_a_cache_in_pages_those_in_its_table_are_read():
@@ -95,7 +95,7 @@ def test_of_a_cache_in_pages_those_in_its_table_are_read():
     table = torch.tensor([[7, 3], [5, 1]])
 
     def function(table, *inputs):
-        return torch.ops.mla_fx.latent_attention(*inputs, None, scale=0.5, block_table=table)[0]
+        return torch.ops.mla_fx.attention(*inputs, None, scale=0.5, block_table=table)[0]
 
     (found,) = work(function, table, query, query_rope, *pages).values()
     moved = 2 * 3 * 4 * (32 + 8) + 2 * 2 * 8 * (32 + 8) + 2 * 3 * 4 * 32
@@ -118,7 +118,7 @@ def foreign():
 def test_measuring_adds_no_guard():
     """A dump changes nothing about a compilation."""
     inputs = [tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in attention()]
-    step = functools.partial(torch.ops.mla_fx.latent_attention, mask=None, scale=0.5)
+    step = functools.partial(torch.ops.mla_fx.attention, mask=None, scale=0.5)
     graph = make_fx(lambda *given: step(*given)[0] * 2, tracing_mode="symbolic")(*inputs).graph
     shape_env = graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode.shape_env
     before = guards(shape_env)

@@ -76,8 +76,8 @@ def calls():
             "is_causal": True,
         },
         "mla_attention": {
-            "q_nope": make(1, T, N, D),
-            "q_rope": make(1, T, N, DR),
+            "query": make(1, T, N, D),
+            "query_rope": make(1, T, N, DR),
             **caches(1, T),
             "weight_uk": make(N, D, HCKV),
             "weight_uv": make(N, D, HCKV),
@@ -106,8 +106,9 @@ def calls():
 
 
 def module_of(operator):
-    """The module that lowers an operator."""
-    return next(module for entry, module in modules_of_operators(toolchain.HERE) if entry.name == operator)
+    """The module that lowers an operator, which may be named by a form of it."""
+    own = "attention" if operator in ("latent_attention", "mla_attention") else operator
+    return next(module for entry, module in modules_of_operators(toolchain.HERE) if entry.name == own)
 
 
 def missing(record):

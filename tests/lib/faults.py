@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from mla_fx.comparing import plans
+from mla_fx.graph.provenance import fused_name
 from mla_fx.rewriting.draft import Change, Draft, value_of
 
 aten = torch.ops.aten
@@ -68,7 +69,7 @@ def with_fault(plan: Change, operator: str, fault: Fault) -> Change:
             return part
         if part not in made:
             args, kwargs = map_aggregate((part.args, part.kwargs), lambda leaf: again(leaf) if leaf in drafts else leaf)
-            if part in plan.fused and part.target._opname == operator:
+            if part in plan.fused and fused_name(part) == operator:
                 names = [argument.name for argument in part.target._schema.arguments]
                 args, kwargs = (), fault({**dict(zip(names, args, strict=False)), **kwargs})
             made[part] = Draft(part.target, args, kwargs, part.value)

@@ -1,4 +1,4 @@
-"""Calls of latent_attention over one pool, and what kernels for them must give. What is common to the tests of kernels
+"""Calls of attention over latents in one pool, and what kernels for them must give: common to the tests of kernels
 for CPUs and for other devices."""
 
 from dataclasses import replace
@@ -7,8 +7,8 @@ import torch
 
 from lib.kernels import doubled, draw
 from lib.operators.harness import samples
-from mla_fx.ops.emitted import latent_attention
-from mla_fx.ops.emitted.codes import dtype_of
+from mla_fx.ops.emitted.attention import operator as attention
+from mla_fx.ops.emitted.attention.codes import dtype_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding, at most
@@ -26,22 +26,22 @@ HIDDEN = {  # by the arguments of `call`
 
 
 def call(batch, tokens, heads, columns, dtype=torch.bfloat16, **options):
-    """Arguments of latent_attention over one pool, in which a row has both parts."""
+    """Arguments of attention over latents in one pool, in which a row has both parts."""
     pool = draw(POOL, PAGE, RANK + ROPE).to(dtype)
     table = torch.randint(-POOL, POOL, (batch, columns), generator=torch.Generator().manual_seed(batch))
     queries = (draw(batch, tokens, heads, width, seed=1).to(dtype) for width in (RANK, ROPE))
-    given = {"mask": None, "block_table": table, "scale": 0.2, **options}
-    return latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
+    given = {"block_table": table, "scale": 0.2, **options}
+    return attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
 
 
 def check_means_body(run, a):
     """Both results are as near to the exact ones as the body's, up to one rounding."""
     a = replace(a, return_lse=a.sinks is None)
     out, lse = run(a)
-    exact, exact_lse = latent_attention.body(doubled(a))
+    exact, exact_lse = attention.body(doubled(a))
     dtype = dtype_of(a)
     assert out.dtype == dtype and lse.dtype == torch.float32
-    off, body_off = ((found.double() - exact).norm() for found in (out, latent_attention.body(a)[0]))
+    off, body_off = ((found.double() - exact).norm() for found in (out, attention.body(a)[0]))
     assert off <= 2 * body_off + ROUNDING[dtype] * exact.norm()
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-2 if out.dtype != torch.float32 else 1e-4, atol=1e-2)
 
@@ -59,7 +59,7 @@ def check_infinities(run, dtype):
         {"mask": late, "sinks": torch.tensor([0.0, 1, -torch.inf])},
     ):
         a = call(1, 3, 3, 40, dtype, return_lse="sinks" not in options, **options)  # two parts of one context
-        (out, lse), (meant, sums) = run(a), latent_attention.body(a)
+        (out, lse), (meant, sums) = run(a), attention.body(a)
         assert bool(meant.isnan().any())
         tolerance = {"rtol": 8 * ROUNDING[dtype], "atol": 8 * ROUNDING[dtype], "equal_nan": True}
         torch.testing.assert_close(out, meant, **tolerance)
@@ -67,9 +67,9 @@ def check_infinities(run, dtype):
 
 
 def check_samples(run, dtype):
-    asked = [s for s in samples("latent_attention", dtype) if s.args[2].dim() == 3]
+    asked = [s for s in samples("attention", dtype) if "weight_uk" not in s.kwargs and s.args[2].dim() == 3]
     for sample in asked:
-        check_means_body(run, latent_attention.Arguments(*sample.args, **sample.kwargs))
+        check_means_body(run, attention.Arguments(*sample.args, **sample.kwargs))
     assert len(asked) > 10
 
 

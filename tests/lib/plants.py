@@ -29,7 +29,7 @@ def _operand(target, name, change):
     return changed
 
 
-PROLOG, ATTENTION = ops.mla_prolog.default, ops.mla_attention.default
+PROLOG, ATTENTION = ops.mla_prolog.default, ops.attention.default
 FAULTS = {
     "scale 5 % off": (ATTENTION, _times("scale", 1.05)),
     "scale 1 % off": (ATTENTION, _times("scale", 1.01)),
@@ -56,7 +56,8 @@ def plant(patch, fault, path=""):
     call = Emitter.call
 
     def planted(self, target, *args, **options):
-        if target is wrong and path in f".{module_of(self._before)}.":
+        is_absorbed = target is ATTENTION and options.get("weight_uk") is None  # from one with the fault
+        if target is wrong and not is_absorbed and path in f".{module_of(self._before)}.":
             args, options = change(self, target, args, options)
         return call(self, target, *args, **options)
 

@@ -1,11 +1,11 @@
-"""Calls of mla_attention with prompts, for tests of their parts on each device."""
+"""Calls of attention of heads with prompts, for tests of their parts on each device."""
 
 from dataclasses import replace
 
 import torch
 
 from lib.kernels import draw
-from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.attention import operator as attention
 
 BATCH, HEADS, STEPS, KEYS, NOPE, RANK, ROPE, VALUE = 2, 5, 30, 48, 16, 24, 8, 12
 SEEN = torch.arange(KEYS) <= torch.arange(STEPS).unsqueeze(-1)
@@ -15,8 +15,9 @@ def call(dtype=torch.bfloat16, steps=STEPS, keys=KEYS, **options):
     up = draw(HEADS, NOPE + VALUE, RANK) * RANK**-0.5
     queries = (draw(BATCH, steps, HEADS, width, seed=1) for width in (NOPE, ROPE))
     caches = (draw(BATCH, keys, width, seed=2) for width in (RANK, ROPE))
-    operands = (value.to(dtype) for value in (*queries, *caches, up[:, :NOPE], up[:, NOPE:]))
-    return mla_attention.Arguments(*operands, **{"mask": None, "scale": 0.2, **options})
+    operands = (value.to(dtype) for value in (*queries, *caches))
+    weights = {"weight_uk": up[:, :NOPE].to(dtype), "weight_uv": up[:, NOPE:].to(dtype)}
+    return attention.Arguments(*operands, **{**weights, "scale": 0.2, **options})
 
 
 CALLS = {
@@ -35,5 +36,5 @@ CALLS = {
     "sinks": call(mask=SEEN, sinks=draw(HEADS)),
     "first token": call(is_causal=True),
     "no mask": call(),
-    "no rotary part": replace(call(mask=SEEN), q_rope=None, kr_cache=None),
+    "no rotary part": replace(call(mask=SEEN), query_rope=None, kr_cache=None),
 }

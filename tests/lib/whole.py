@@ -12,8 +12,7 @@ from mla_fx.rule import Stage
 
 RECOGNISED = "recognise cache"  # after it, no rule for a whole operator is tried
 OPERANDS = {
-    "mla_attention": {"query": 0, "rows": 2},
-    "latent_attention": {"query": 0, "rows": 2},
+    "attention": {"query": 0, "rows": 2},
     "paged_attention": {},
 }
 PROLOGS, CACHES = (

@@ -28,14 +28,13 @@ class Call:
         is_host = any(isinstance(value, list) for value in args)
         self.overload = entry.host if is_host else entry.overload
         names = [argument.name for argument in self.overload._schema.arguments]
-        self.given = dict(zip(names, args, strict=False))
-        self.options = options
+        self.given = dict(zip(names, args, strict=False)) | options
         results = [result.name.removesuffix("_out") for result in self.overload._schema.returns]
         self.updated = {number: name for number, name in enumerate(results) if name in self.given}
         self.lowered = toolchain.lowered(module_of(operator), surface, *args, **options)
 
     def wanted(self) -> tuple[Tensor, ...]:
-        return as_tuple(self.overload(*self.given.values(), **self.options))
+        return as_tuple(self.overload(**self.given))
 
     def on_npu(self, converted: Any) -> tuple[Tensor, ...]:
         """The same results. Those that are caches are what was written to the caches that were given."""
@@ -44,7 +43,7 @@ class Call:
             tensors[name] = torch_npu.npu_format_cast(tensors[name].contiguous(), NZ)
 
         def call(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            return as_tuple(self.lowered(*(self.given | tensors).values(), **self.options))
+            return as_tuple(self.lowered(**(self.given | tensors)))
 
         traced = make_fx(functionalize(call), tracing_mode="fake")(tensors)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mla_fx.lowering.ascend import numbers_of_sizes
-from mla_fx.lowering.ascend.operators import latent_attention
+from mla_fx.lowering.ascend.operators.attention import latents
 
 from mla_fx.ops.common.sample import Sampler
 from npu import user_calls
@@ -22,7 +22,7 @@ FEW = 16  # slots of a contiguous cache, so that each counts
 
 @functools.cache
 def latent_call(steps, is_paged):
-    """Arguments of latent_attention. The second sequence fills its cache; a negative block counts from the end."""
+    """Attention over latents. The second sequence fills its cache; a negative block counts from the end."""
     draw = Sampler(BF16, seed=11)
     lead, lengths = ((BLOCKS, PAGE), [200, 256]) if is_paged else ((BATCH, FEW), [9, FEW])
     table = torch.tensor([[3, 0], [-2, 1]]) if is_paged else None
@@ -49,25 +49,24 @@ def expected_latent(query, query_rope, kv_cache, kr_cache, mask, lengths, sinks,
 
 def compare_latent(converted, steps, is_paged):
     args, options = latent_call(steps, is_paged)
-    found, _ = Call("latent_attention", args, options).on_npu(converted)
+    found, _ = Call("attention", args, options).on_npu(converted)
     user_calls.check_exact(found, expected_latent(*args))
 
 
 @functools.cache
 def prompt_call():
-    """Arguments of mla_attention: two prompts and nothing before them. Scores are of usual size."""
+    """Arguments of attention of heads: two prompts and nothing before them. Scores are of usual size."""
     draw = Sampler(BF16, seed=12)
     up = draw.weight(N, 2 * D, HCKV, fan_in=HCKV)
     queries = [draw.normal(BATCH, TOKENS, N, width) for width in (D, DR)]
     latents, keys = (draw.normal(BATCH, TOKENS, width) for width in (HCKV, DR))
-    return [*queries, latents, keys, up[:, :D], up[:, D:], None], {"scale": 0.1, "is_causal": True}
+    weights = {"weight_uk": up[:, :D], "weight_uv": up[:, D:]}
+    return [*queries, latents, keys], {**weights, "scale": 0.1, "is_causal": True}
 
 
-def expected_prompt(q_nope, q_rope, latents, k_rope, up_keys, up_values, mask):
+def expected_prompt(*operands):
     """In float64."""
-    q_nope, q_rope, latents, k_rope, up_keys, up_values = (
-        x.double() for x in (q_nope, q_rope, latents, k_rope, up_keys, up_values)
-    )
+    q_nope, q_rope, latents, k_rope, up_keys, up_values = (x.double() for x in operands)
     keys, values = (torch.einsum("btc,ndc->bntd", latents, up) for up in (up_keys, up_values))
     scores = torch.einsum("bsnd,bntd->bnst", q_nope, keys) + torch.einsum("bsnr,btr->bnst", q_rope, k_rope)
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
@@ -78,8 +77,8 @@ def expected_prompt(q_nope, q_rope, latents, k_rope, up_keys, up_values, mask):
 def compare_prompt(converted):
     """Keys and values are rounded to bfloat16 as well as weights and results, each by up to 2^-9 of itself."""
     args, options = prompt_call()
-    found, _ = Call("mla_attention", args, options).on_npu(converted)
-    wanted = expected_prompt(*args)
+    found, _ = Call("attention", args, options).on_npu(converted)
+    wanted = expected_prompt(*args, options["weight_uk"], options["weight_uv"])
     torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=2**-8 * float(wanted.abs().max()))
 
 
@@ -186,10 +185,8 @@ def test_options_that_the_kernel_refuses(converted, monkeypatch, fault):
 
 
 def change_blocks(monkeypatch, change):
-    whole = latent_attention.paged
-    monkeypatch.setattr(
-        latent_attention, "paged", lambda a, keys: whole(replace(a, block_table=change(a.block_table)), keys)
-    )
+    whole = latents.paged
+    monkeypatch.setattr(latents, "paged", lambda a, keys: whole(replace(a, block_table=change(a.block_table)), keys))
 
 
 def test_negative_blocks_are_the_first(converted, monkeypatch):
@@ -199,12 +196,12 @@ def test_negative_blocks_are_the_first(converted, monkeypatch):
 
 
 def test_negative_blocks_are_handed_on(converted, monkeypatch):
-    whole = latent_attention.in_parts
+    whole = latents.in_parts
 
     def as_given(table, count):
         return whole(torch.where(table == BLOCKS - 2, -2, table), count)
 
-    monkeypatch.setattr(latent_attention, "in_parts", as_given)
+    monkeypatch.setattr(latents, "in_parts", as_given)
     with pytest.raises(ValueError, match=r"block_table has \[-2\] for sequence 1; blocks are 0 to 3"):
         COMPARISONS["pages"](converted)
 

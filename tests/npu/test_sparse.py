@@ -6,9 +6,9 @@ import pytest
 import torch
 from lib.ascend_calls import module_of
 from lib.operators.harness import double
-from mla_fx.lowering.ascend import sparse_flash_attention as attention_lowering
 from mla_fx.lowering.ascend import toolchain
 from mla_fx.lowering.ascend.operators import lightning_index as index_lowering
+from mla_fx.lowering.ascend.operators.attention import sparse_flash_attention as attention_lowering
 
 import mla_fx
 from mla_fx.errors import NoMatch
@@ -64,8 +64,8 @@ def compare_indices(converted, *form):
 
 def compare_attention(converted, *form):
     args, options = attention_call(*form)
-    found, _ = Call("latent_attention", args, options).on_npu(converted)
-    user_calls.check_exact(found, catalogue()["latent_attention"].body(*double(args), **options)[0])
+    found, _ = Call("attention", args, options).on_npu(converted)
+    user_calls.check_exact(found, catalogue()["attention"].body(*double(args), **options)[0])
 
 
 @pytest.mark.parametrize("is_bool", [True, False])
@@ -74,15 +74,15 @@ def test_a_mask_that_is_declared_causal_gives_lengths(converted, is_bool):
     args, options = attention_call(3)
     seen = torch.arange(CONTEXT) < LENGTHS["lengths"].view(-1, 1, 1, 1) - 2 + torch.arange(3).view(1, 1, -1, 1)
     mask = seen if is_bool else torch.zeros(seen.shape, dtype=BF16).masked_fill(~seen, -torch.inf)
-    wanted, _ = catalogue()["latent_attention"].body(*double(args), **options)
+    wanted, _ = catalogue()["attention"].body(*double(args), **options)
     args[4], args[5] = mask, None
     declared = dataclasses.replace(A2, trusts_masks=True)
-    found, _ = Call("latent_attention", args, options, declared).on_npu(converted)
+    found, _ = Call("attention", args, options, declared).on_npu(converted)
     user_calls.check_exact(found, wanted)
     other = mask.clone()
     other[1, 0, 0, 5] = mask[1, 0, 0, CONTEXT - 1]
     args[4] = other
-    found, _ = Call("latent_attention", args, options, declared).on_npu(converted)
+    found, _ = Call("attention", args, options, declared).on_npu(converted)
     assert found[1].isnan().all()
     user_calls.check_exact(found[:1], wanted[:1])
 
@@ -156,11 +156,11 @@ REFUSED = {
         "key_scale is a tensor; ",
     ),
     "heads": (
-        "latent_attention",
+        "attention",
         spoiled(attention_call, 0, lambda q: q[:, :, :3]),
         "query has N = 3; SparseFlashAttention takes 1, 2, 4",
     ),
-    "sinks": ("latent_attention", spoiled(attention_call, 6, lambda _: torch.zeros(HEADS)), "sinks are given"),
+    "sinks": ("attention", spoiled(attention_call, 6, lambda _: torch.zeros(HEADS)), "sinks are given"),
 }
 
 
@@ -173,7 +173,7 @@ def test_refusals(name):
 
 @pytest.mark.parametrize("chip", ["Ascend950", "Ascend310P3"])
 def test_chips(chip):
-    for operator, (args, options) in (("lightning_index", index_call()), ("latent_attention", attention_call())):
+    for operator, (args, options) in (("lightning_index", index_call()), ("attention", attention_call())):
         with pytest.raises(NoMatch, match=f"the chip is {chip}"):
             toolchain.lowered(module_of(operator), dataclasses.replace(A2, chip=chip), *args, **options)
 
@@ -185,7 +185,7 @@ class Step(torch.nn.Module):
         indices, _ = torch.ops.mla_fx.lightning_index(
             index_query, keys, weights, None, lengths, sparse_count=CHOSEN, scale=0.3
         )
-        return torch.ops.mla_fx.latent_attention(
+        return torch.ops.mla_fx.attention(
             query, query_rope, latents, rotated, None, lengths, indices=indices, scale=0.05
         )[0]
 

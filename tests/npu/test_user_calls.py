@@ -277,7 +277,7 @@ def test_mla_attention(converted, width, values, rope, has_sinks):
     up = draw.weight(N, width + values, HCKV, fan_in=HCKV)
     ropes = (draw.normal(1, tokens, N, rope), draw.normal(1, tokens, rope)) if rope else (None, None)
     args = [draw.normal(1, tokens, N, width), ropes[0], draw.normal(1, tokens, HCKV), ropes[1]]
-    masks = None, None, draw.normal(N) if has_sinks else None
-    call = Call("mla_attention", [*args, up[:, :width], up[:, width:], *masks], {"scale": 0.1, "is_causal": True})
+    weights = {"weight_uk": up[:, :width], "weight_uv": up[:, width:], "sinks": draw.normal(N) if has_sinks else None}
+    call = Call("attention", args, {**weights, "scale": 0.1, "is_causal": True})
     torch.testing.assert_close(call.on_npu(converted), call.wanted(), rtol=2e-2, atol=2e-2)
     assert types(converted.graphs[0]).count("FusedInferAttentionScore") == 1

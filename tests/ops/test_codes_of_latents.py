@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fx.ops.emitted import latent_attention
+from mla_fx.ops.emitted.attention import samples
 
 LATENTS, KEYS = 2, 3  # places of the caches
 
@@ -44,8 +44,8 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("spoils", "message"), REFUSALS)
 def test_refused(spoils, message):
-    args, options = [*latent_attention.sample(torch.float32, 0, 3)], {"scale": 0.3}
+    args, options = [*samples.sample(torch.float32, 0, 3)], {"scale": 0.3}
     for spoil in spoils:
         spoil(args, options)
     with pytest.raises(ValueError, match=message):
-        torch.ops.mla_fx.latent_attention(*args, **options)
+        torch.ops.mla_fx.attention(*args, **options)

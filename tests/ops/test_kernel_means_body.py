@@ -12,12 +12,14 @@ import math
 import pytest
 import torch
 from lib.kernels import doubled
+from mla_fx.lowering.cpu import attention as over_rows
 from mla_fx.lowering.cpu import attention_over_rows, prompts
-from mla_fx.lowering.cpu import mla_attention as mla_over_rows
-from mla_fx.lowering.loops import latent_attention as latent_loops
-from mla_fx.lowering.loops import mla_attention as mla_loops
+from mla_fx.lowering.loops import attention as loops
+from mla_fx.lowering.loops import latents as loops_of_latents
 
-from mla_fx.ops.emitted import latent_attention, mla_attention, paged_attention, pages, tiled_attention
+from mla_fx.ops.emitted import paged_attention
+from mla_fx.ops.emitted.attention import heads, pages, tiles
+from mla_fx.ops.emitted.attention import operator as attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -75,20 +77,19 @@ HELD = ("kr_cache", "kv_cache")
 
 
 def operands(dtype, name, value, place, hiding, cut=slice(None)):
-    """Dense operands with one value in a slot of a cache: those of mla_attention."""
+    """Dense operands with one value in a slot of a cache: those of heads."""
     caches = {"kv_cache": normal(B, T, R), "kr_cache": normal(B, T, DR)}
     caches = {key: cache.to(dtype) for key, cache in caches.items()}
     caches[name][:, PLACES[place], cut] = VALUES[value](dtype)
     up = (normal(N, D + DV, R) * R**-0.5).to(dtype)
-    given = {"q_nope": normal(B, S, N, D).to(dtype), "q_rope": normal(B, S, N, DR).to(dtype), **caches}
+    given = {"query": normal(B, S, N, D).to(dtype), "query_rope": normal(B, S, N, DR).to(dtype), **caches}
     given |= {"weight_uk": up[:, :D], "weight_uv": up[:, D:], "mask": None, "scale": 0.3, **HIDING[hiding]}
-    return mla_attention.Arguments(**given)
+    return attention.Arguments(**given)
 
 
 def latent_arguments(a):
     query = normal(B, S, N, R).to(a.kv_cache.dtype)
-    return latent_attention.Arguments(query, a.q_rope, a.kv_cache, a.kr_cache, a.mask, a.context_lens, a.sinks,
-                                      scale=a.scale, is_causal=a.is_causal, fill=a.fill)  # fmt: skip
+    return dataclasses.replace(a, query=query, weight_uk=None, weight_uv=None)
 
 
 def in_pages(a):
@@ -110,16 +111,16 @@ def batched(a):
     keys, values = (cache.unsqueeze(2) for cache in (given.kr_cache, given.kv_cache))
     mask = torch.where(SLOTS <= ROWS, 0.0, -math.inf) if a.is_causal else a.mask
     options = {"scale": a.scale, "fill": a.fill}
-    return paged_attention.Arguments(a.q_rope, keys, values, given.block_table, a.context_lens, mask, **options)
+    return paged_attention.Arguments(a.query_rope, keys, values, given.block_table, a.context_lens, mask, **options)
 
 
 def plain(a):
     """What paged_attention.batched means, in the dtype of its query."""
     keys, values = (pages.gathered(cache, a.block_table).transpose(1, 2) for cache in (a.key_cache, a.value_cache))
     keys, values = (part.expand(-1, a.query.shape[2], -1, -1) for part in (keys, values))
-    mask = tiled_attention.as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
-    scores = tiled_attention.wide_product(a.query.transpose(1, 2), keys.mT)
-    weights, _ = tiled_attention.probabilities(scores, None, mask, a.scale, a.fill)
+    mask = tiles.as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
+    scores = tiles.wide_product(a.query.transpose(1, 2), keys.mT)
+    weights, _ = tiles.probabilities(scores, None, mask, a.scale, a.fill)
     return (weights.to(values.dtype) @ values).transpose(1, 2)
 
 
@@ -153,21 +154,21 @@ def paged_and_always(a):
 
 OWN = ("own", "own, pages", "parts", "parts, pages", "batched, copies")
 PATHS = {
-    "own": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {}),
-    "own, pages": (in_pages, mla_attention.expanded, mla_attention.tiled, {}),
-    "parts": (lambda a: a, mla_attention.expanded, prompts.in_parts, {"ROWS": 4, "KEYS": 1}),
-    "parts, pages": (in_pages, mla_attention.expanded, prompts.in_parts, {"ROWS": 4, "KEYS": 1}),
-    "tiles": (lambda a: a, mla_attention.expanded, mla_attention.tiled, {"SHORT": 2**20, "TILE": 2, "FEW": 1}),
-    "short": (lambda a: a, mla_attention.expanded, mla_loops.short, {}),
-    "absorbed": (always, mla_attention.body, mla_loops.compiled, {}),
-    "latent, undivided": (latent_arguments, latent_attention.body, latent_loops.in_parts, {}),
-    "latent, parts": (latent_arguments, latent_attention.body, latent_loops.in_parts, {"PART": 1}),
-    "latent, tiles": (latent_arguments, latent_attention.body, latent_attention.kernel, {"TILE": 2, "FEW": 1}),
-    "latent, pages": (paged_latents, latent_attention.body, latent_attention.kernel, {"TILE": 2, "FEW": 1}),
-    "latent, copies": (paged_latents, latent_attention.body, latent_loops.from_copies, {}),
-    "latent, rows": (paged_latents, latent_attention.body, attention_over_rows.attend, {}),
-    "absorbed, rows": (paged_and_always, mla_attention.body, mla_over_rows.absorbed_over_rows, {}),
-    "chosen, rows": (paged_and_always, mla_attention.body, mla_over_rows.chosen_by_call, {}),
+    "own": (lambda a: a, heads.expanded, heads.tiled, {}),
+    "own, pages": (in_pages, heads.expanded, heads.tiled, {}),
+    "parts": (lambda a: a, heads.expanded, prompts.in_parts, {"ROWS": 4, "KEYS": 1}),
+    "parts, pages": (in_pages, heads.expanded, prompts.in_parts, {"ROWS": 4, "KEYS": 1}),
+    "tiles": (lambda a: a, heads.expanded, heads.tiled, {"SHORT": 2**20, "TILE": 2, "FEW": 1}),
+    "short": (lambda a: a, heads.expanded, loops.short, {}),
+    "absorbed": (always, attention.body, loops.compiled, {}),
+    "latent, undivided": (latent_arguments, attention.body, loops_of_latents.in_parts, {}),
+    "latent, parts": (latent_arguments, attention.body, loops_of_latents.in_parts, {"PART": 1}),
+    "latent, tiles": (latent_arguments, attention.body, attention.kernel, {"TILE": 2, "FEW": 1}),
+    "latent, pages": (paged_latents, attention.body, attention.kernel, {"TILE": 2, "FEW": 1}),
+    "latent, copies": (paged_latents, attention.body, loops.from_copies, {}),
+    "latent, rows": (paged_latents, attention.body, attention_over_rows.attend, {}),
+    "absorbed, rows": (paged_and_always, attention.body, over_rows.absorbed_over_rows, {}),
+    "chosen, rows": (paged_and_always, attention.body, over_rows.chosen_by_call, {}),
     "batched, tiles": (batched, plain, paged_attention.body, {}),
     "batched, copies": (batched, plain, paged_attention.body, {"MANY": 1}),
 }
@@ -194,7 +195,7 @@ def narrowed(monkeypatch):
 
     def narrow(limits):
         for name, limit in limits.items():
-            for module in (tiled_attention, latent_loops, paged_attention, prompts):
+            for module in (tiles, loops_of_latents, paged_attention, prompts):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, limit)
 
@@ -247,7 +248,7 @@ def test_sums_of_large_values_stay_in_range(narrowed, path, dtype):
     a = dataclasses.replace(a, kv_cache=torch.full_like(a.kv_cache, 1e38), scale=0.0, weight_uk=0 * a.weight_uk)
     a = dataclasses.replace(a, weight_uv=torch.full_like(a.weight_uv, 1 / R))
     a = form(a)
-    if hasattr(a, "query"):
+    if getattr(a, "weight_uk", None) is None:
         a = dataclasses.replace(a, query=a.query * 1e-3)
     assert bool(body(a).isfinite().all())
     torch.testing.assert_close(kernel(a) / 1e38, body(a) / 1e38, rtol=1e-2, atol=0)
@@ -259,9 +260,10 @@ def test_scores_of_float16_stay_in_range(narrowed, path):
     form, body, kernel, limits = path_of(path)
     narrowed(limits)
     a = operands(torch.float16, "kv_cache", "ordinary", "hidden", "causal")
-    a = dataclasses.replace(a, q_nope=a.q_nope * 8000, q_rope=a.q_rope * 8000, weight_uk=a.weight_uk * 16, scale=1e-5)
+    large = {"query": a.query * 8000, "query_rope": a.query_rope * 8000, "weight_uk": a.weight_uk * 16}
+    a = dataclasses.replace(a, **large, scale=1e-5)
     a = form(dataclasses.replace(a, kr_cache=a.kr_cache * 16))
-    if isinstance(a, latent_attention.Arguments):
+    if path.startswith("latent"):
         a = dataclasses.replace(a, query=a.query * 16000)
     exact = body(doubled(a))
     assert bool(kernel(a).isfinite().all())

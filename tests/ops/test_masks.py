@@ -4,17 +4,18 @@ import math
 
 import pytest
 import torch
+from lib.attention_forms import FORMS, heads, latents
 
-from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.emitted.attention import samples
+
+attend = torch.ops.mla_fx.attention
 
 
 def attentions(mask):
     """Each operator and form: a function of options that attends with `mask`."""
-    for module, options in ((latent_attention, {}), (mla_attention, {}), (mla_attention, {"max_absorbed_tokens": 3})):
-        args = (*module.sample(torch.float64, 0, 3)[:-1], mask)
-        yield lambda args=args, options=options, module=module, **given: module.operator.overload(
-            *args, scale=0.3, **options, **given
-        )[0]
+    for form, options in ((latents, {}), (heads, {}), (heads, {"max_absorbed_tokens": 3})):
+        own = form(torch.float64, 0) | options
+        yield lambda own=own, **given: attend(**{**own, "mask": mask, "scale": 0.3, **given})[0]
 
 
 @pytest.mark.parametrize("fill", [-1e4, torch.finfo(torch.float32).min])
@@ -34,8 +35,7 @@ def test_where_some_keys_are_seen_a_low_fill_is_minus_infinity():
 @pytest.mark.parametrize("fill", [-1e300, 1e300])
 def test_a_fill_beyond_the_type_of_the_scores_is_the_nearest_number_that_it_has(fill):
     lowest = math.copysign(torch.finfo(torch.float32).max, fill)
-    args = latent_attention.sample(torch.float16, 0, 3, torch.tensor([[False] * 5, [False] * 4 + [True], [True] * 5]))
-    attend = latent_attention.operator.overload
+    args = samples.sample(torch.float16, 0, 3, torch.tensor([[False] * 5, [False] * 4 + [True], [True] * 5]))
     torch.testing.assert_close(attend(*args, scale=0.3, fill=fill), attend(*args, scale=0.3, fill=lowest))
 
 
@@ -47,27 +47,24 @@ def test_a_row_with_minus_infinity_added_to_every_score_gives_zeros(value):
         assert not row.any() if value == -math.inf else row.isnan().all()
 
 
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_mask_excludes_is_causal(module):
-    args = (*module.sample(torch.float32, 0, 3)[:-1], torch.ones(3, 5).bool())
+@pytest.mark.parametrize("form", FORMS)
+def test_mask_excludes_is_causal(form):
     with pytest.raises(ValueError, match="mask is given and is_causal is True"):
-        module.operator.overload(*args, scale=0.3, is_causal=True)
+        attend(**form(torch.float32, 0), mask=torch.ones(3, 5).bool(), scale=0.3, is_causal=True)
 
 
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mask", [None, torch.zeros(3, 5)])
-def test_fill_needs_a_bool_mask(module, mask):
-    args = (*module.sample(torch.float32, 0, 3)[:-1], mask)
+def test_fill_needs_a_bool_mask(form, mask):
     with pytest.raises(ValueError, match=r"fill is -1\.5, but mask is no bool mask"):
-        module.operator.overload(*args, scale=0.3, fill=-1.5)
+        attend(**form(torch.float32, 0), mask=mask, scale=0.3, fill=-1.5)
 
 
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fill", [-math.inf, math.inf, math.nan])
-def test_fill_is_finite(module, fill):
-    args = (*module.sample(torch.float32, 0, 3)[:-1], torch.ones(3, 5).bool())
+def test_fill_is_finite(form, fill):
     with pytest.raises(ValueError, match=rf"fill is {fill}; it must be finite, or None for minus infinity"):
-        module.operator.overload(*args, scale=0.3, fill=fill)
+        attend(**form(torch.float32, 0), mask=torch.ones(3, 5).bool(), scale=0.3, fill=fill)
 
 
 @pytest.mark.parametrize("lens", [[5, 3], [4], [1], [0], [-3, 9], [2**63 - 1]])
@@ -81,13 +78,13 @@ def test_context_lens_are_the_mask_that_they_say(lens):
             torch.testing.assert_close(by_lens(context_lens=lens, **options), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_a_row_before_the_first_key_gives_zeros_or_the_mean(module):
-    args = module.sample(torch.float64, 0, 3)
-    rows, _ = module.operator.overload(*args, torch.tensor([2, 3]), scale=0.3)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_before_the_first_key_gives_zeros_or_the_mean(form):
+    given = {**form(torch.float64, 0), "scale": 0.3}
+    rows, _ = attend(**given, context_lens=torch.tensor([2, 3]))
     assert [not row.any() for row in rows.flatten(0, 1)] == [True, False, False, False, False, False]
-    filled, _ = module.operator.overload(*args, torch.tensor([2, 3]), scale=0.3, fill=-1e4)
-    alike, _ = module.operator.overload(*args[:-1], torch.zeros(3, 5).bool(), scale=0.3, fill=0.0)
+    filled, _ = attend(**given, context_lens=torch.tensor([2, 3]), fill=-1e4)
+    alike, _ = attend(**given, mask=torch.zeros(3, 5).bool(), fill=0.0)
     torch.testing.assert_close(filled[0, 0], alike[0, 0])
 
 
@@ -103,8 +100,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_context_lens_are_refused(module, name):
-    masks, options, reason = REFUSED[name]
+@pytest.mark.parametrize("form", FORMS)
+def test_context_lens_are_refused(form, name):
+    (mask, lens), options, reason = REFUSED[name]
     with pytest.raises(ValueError, match=reason):
-        module.operator.overload(*module.sample(torch.float32, 0, 3)[:-1], *masks, scale=0.3, **options)
+        attend(**form(torch.float32, 0), mask=mask, context_lens=lens, scale=0.3, **options)

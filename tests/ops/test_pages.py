@@ -6,14 +6,15 @@ import pytest
 import torch
 from lib.operators.plain_oracle import expect
 
-from mla_fx.ops.emitted import latent_attention, mla_attention
-from mla_fx.ops.emitted.pages import TILE
+from mla_fx.ops.emitted.attention import operator as attention
+from mla_fx.ops.emitted.attention import samples
+from mla_fx.ops.emitted.attention.pages import TILE
 
 TABLE = torch.tensor([[1, 0, 2], [2, -3, 2]])
 
 
 def pages_of(size, table=TABLE, steps=2):
-    query, rope, *_ = latent_attention.sample(torch.float64, 0, steps)
+    query, rope, *_ = samples.sample(torch.float64, 0, steps)
     generator = torch.Generator().manual_seed(1)
     caches = (torch.randn(3, size, part.shape[-1], generator=generator, dtype=torch.float64) for part in (query, rope))
     return query, rope, *caches, None, None, None, table
@@ -21,29 +22,28 @@ def pages_of(size, table=TABLE, steps=2):
 
 @pytest.mark.parametrize("size", [1, 3, TILE, TILE + 100], ids=str)
 def test_pages_of_any_size(size):
-    expect(latent_attention.operator, pages_of(size), {"scale": 0.3})
+    expect(attention.operator, pages_of(size), {"scale": 0.3})
 
 
 def test_tables_of_fewer_bits_and_other_strides():
     turned = TABLE.T.contiguous().T
     for table in (TABLE.int(), turned, turned.int(), TABLE[:1].expand(2, -1)):
-        expect(latent_attention.operator, pages_of(4, table), {"scale": 0.3})
+        expect(attention.operator, pages_of(4, table), {"scale": 0.3})
 
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_no_pages(limit):
     query, rope, *caches, _, _, _, table = pages_of(4)
-    out = torch.ops.mla_fx.latent_attention(query, rope, *caches, None, block_table=table[:, :0], scale=0.3)[0]
+    out = torch.ops.mla_fx.attention(query, rope, *caches, None, block_table=table[:, :0], scale=0.3)[0]
     assert torch.equal(out, torch.zeros_like(query))
-    q_nope, _, _, _, uk, uv, _ = mla_attention.sample(torch.float64, 0, 2)
-    options = {"scale": 0.3, "max_absorbed_tokens": limit}
-    out = torch.ops.mla_fx.mla_attention(q_nope, rope, *caches, uk, uv, None, block_table=table[:, :0], **options)[0]
+    (query, *_), options = samples.with_heads((query, rope), {"scale": 0.3, "max_absorbed_tokens": limit})
+    out = torch.ops.mla_fx.attention(query, rope, *caches, block_table=table[:, :0], **options)[0]
     assert torch.equal(out, torch.zeros_like(out))
 
 
 def test_caches_of_different_numbers_of_blocks():
     query, rope, kv_cache, kr_cache, *rest = pages_of(4, TABLE.remainder(3))
-    expect(latent_attention.operator, (query, rope, kv_cache, torch.cat((kr_cache, kr_cache)), *rest), {"scale": 0.3})
+    expect(attention.operator, (query, rope, kv_cache, torch.cat((kr_cache, kr_cache)), *rest), {"scale": 0.3})
 
 
 REFUSALS = {
@@ -64,12 +64,12 @@ def test_what_is_refused_of_pages(reason):
     names = ("query", "query_rope", "kv_cache", "kr_cache", "mask", "context_lens", "sinks", "block_table")
     arguments = dict(zip(names, pages_of(4), strict=True)) | REFUSALS[reason]
     with pytest.raises(ValueError) as refusal:
-        torch.ops.mla_fx.latent_attention(**arguments, scale=0.3)
+        torch.ops.mla_fx.attention(**arguments, scale=0.3)
     assert reason in str(refusal.value)
 
 
 def nz_call(lanes=8):
-    query, rope, *_ = latent_attention.sample(torch.float64, 0, 2, width=16)
+    query, rope, *_ = samples.sample(torch.float64, 0, 2, width=16)
     caches = (torch.zeros(3, part.shape[-1] // lanes, 4, lanes).double() for part in (query, rope))
     return query, rope, *caches, None, None, None, TABLE
 
@@ -91,7 +91,7 @@ def test_pages_in_fractal_nz_that_are_refused(reason):
     for place, value in NZ_REFUSALS[reason].items():
         given[place] = value
     with pytest.raises(ValueError, match=re.escape(reason)):
-        torch.ops.mla_fx.latent_attention(*given, scale=0.3)
+        torch.ops.mla_fx.attention(*given, scale=0.3)
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 8])
@@ -99,4 +99,4 @@ def test_fractals_of_any_width(lanes):
     given = [*nz_call(lanes)]
     torch.manual_seed(0)
     given[2:4] = (torch.randn_like(pages) for pages in given[2:4])
-    expect(latent_attention.operator, tuple(given), {"scale": 0.3})
+    expect(attention.operator, tuple(given), {"scale": 0.3})

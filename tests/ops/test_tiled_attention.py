@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from mla_fx.lowering import loops
-from mla_fx.lowering.loops import latent_attention as latent_loops
-from mla_fx.lowering.loops import mla_attention as mla_loops
-from mla_fx.lowering.loops.latent_attention import IN_TILES
+from mla_fx.lowering.loops import attention as loops_of_heads
+from mla_fx.lowering.loops import latents as loops_of_latents
+from mla_fx.lowering.loops.attention import IN_TILES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,8 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_fx.debug.memory import peak_of_temporaries
 from mla_fx.driver import discovery
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import latent_attention, mla_attention, tiled_attention
+from mla_fx.ops.emitted.attention import heads, tiles
+from mla_fx.ops.emitted.attention import operator as attention
 
+FORMS = ("latents", "heads")
 STEPS, CONTEXT, HEADS = 18, 20, 3
 ROWS = torch.arange(STEPS).unsqueeze(-1)
 SEEN = torch.arange(CONTEXT) <= ROWS
@@ -31,17 +33,13 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
 
 
-def arguments(module, steps=STEPS, context=CONTEXT, batch=2, **given):
-    """Dense operands of an operator; some may be passed."""
-    queries = {"query_rope": normal(batch, steps, HEADS, 4)} if module is latent_attention else {}
-    if module is latent_attention:
-        queries["query"] = normal(batch, steps, HEADS, 16)
-    else:
-        queries |= {"q_nope": normal(batch, steps, HEADS, 8), "q_rope": normal(batch, steps, HEADS, 4)}
-        up = normal(HEADS, 14, 16) / 4
-        queries |= {"weight_uk": up[:, :8], "weight_uv": up[:, 8:]}
+def arguments(form, steps=STEPS, context=CONTEXT, batch=2, **given):
+    """Dense operands of a form; some may be passed."""
+    up = normal(HEADS, 14, 16) / 4
+    own = {"weight_uk": up[:, :8], "weight_uv": up[:, 8:]} if form == "heads" else {}
+    queries = {"query": normal(batch, steps, HEADS, 8 if own else 16), "query_rope": normal(batch, steps, HEADS, 4)}
     caches = {"kv_cache": normal(batch, context, 16), "kr_cache": normal(batch, context, 4)}
-    return module.Arguments(**{**queries, **caches, "mask": None, "scale": 0.3, **given})
+    return attention.Arguments(**{**queries, **caches, **own, "scale": 0.3, **given})
 
 
 BIAS = normal(1, HEADS, STEPS, CONTEXT)
@@ -71,9 +69,9 @@ TILED = {
 }
 
 
-def ways(module):
+def ways(form):
     """What a call runs, and what a compiler of loops gets; attention alone of both."""
-    return map(alone, (module.kernel, mla_loops.compiled if module is mla_attention else latent_loops.in_parts))
+    return map(alone, (attention.kernel, loops_of_heads.compiled if form == "heads" else loops_of_latents.in_parts))
 
 
 def alone(way):
@@ -92,7 +90,7 @@ def graph_of(function, a, decompositions=None):
 
 def calls_own(a):
     """Wherever a call may use it: with a mask that is one of two branches."""
-    whole = graph_of(mla_loops.compiled, a).owning_module
+    whole = graph_of(loops_of_heads.compiled, a).owning_module
     graphs = [module.graph for module in whole.modules() if isinstance(module, GraphModule)]
     return any(node.target is OWN for graph in graphs for node in graph.nodes)
 
@@ -100,7 +98,7 @@ def calls_own(a):
 @pytest.fixture(params=["few scores", "many scores"])
 def has_few_scores(request, monkeypatch):
     if request.param == "many scores":
-        monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
+        monkeypatch.setattr(heads, "FEW_SCORES", 0)
     return request.param == "few scores"
 
 
@@ -108,25 +106,25 @@ def has_few_scores(request, monkeypatch):
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED])
 def test_prompts_answer_as_the_body(name, has_few_scores):
     """Which is plain: scores of all queries and keys, and their softmax."""
-    a = arguments(mla_attention, **(HIDING | FILLED | TILED)[name])
-    for way in ways(mla_attention):
-        torch.testing.assert_close(way(a), mla_attention.body(a)[0], rtol=1e-9, atol=1e-9)
+    a = arguments("heads", **(HIDING | FILLED | TILED)[name])
+    for way in ways("heads"):
+        torch.testing.assert_close(way(a), attention.body(a)[0], rtol=1e-9, atol=1e-9)
     assert calls_own(a) is (name not in TILED and not has_few_scores)
 
 
 @pytest.mark.parametrize("tile", [1, 2 * HEADS * CONTEXT * 5])
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED])
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
-    monkeypatch.setattr(tiled_attention, "TILE", tile)
-    monkeypatch.setattr(tiled_attention, "FEW", 1)
-    monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
-    lower = loops.lowerings(alone=False)[module.operator.overload]
-    for given in ({}, {"max_absorbed_tokens": STEPS}) if module is mla_attention else ({},):
-        a = arguments(module, **(HIDING | FILLED | TILED)[name], **given)
-        torch.testing.assert_close(module.kernel(a)[0], module.body(a)[0], rtol=1e-9, atol=1e-9)
-        if module is mla_attention and name not in TILED and not given:
-            assert lower(**vars(a)).__wrapped__ is mla_loops.compiled
+@pytest.mark.parametrize("form", FORMS)
+def test_tiles_answer_as_the_body(monkeypatch, form, name, tile):
+    monkeypatch.setattr(tiles, "TILE", tile)
+    monkeypatch.setattr(tiles, "FEW", 1)
+    monkeypatch.setattr(heads, "FEW_SCORES", 0)
+    lower = loops.lowerings(alone=False)[attention.operator.overload]
+    for given in ({}, {"max_absorbed_tokens": STEPS}) if form == "heads" else ({},):
+        a = arguments(form, **(HIDING | FILLED | TILED)[name], **given)
+        torch.testing.assert_close(attention.kernel(a)[0], attention.body(a)[0], rtol=1e-9, atol=1e-9)
+        if form == "heads" and name not in TILED and not given:
+            assert lower(**vars(a)).__wrapped__ is loops_of_heads.compiled
         else:
             with pytest.raises(NoMatch, match=IN_TILES):
                 lower(**vars(a))
@@ -137,61 +135,61 @@ def test_tiles_answer_as_the_body(monkeypatch, module, name, tile):
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED, "mask of each sequence"])
 def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
     """Products are divided at the end, and a batch goes in parts."""
-    monkeypatch.setattr(latent_loops, "PART", 1)
+    monkeypatch.setattr(loops_of_latents, "PART", 1)
     masks = {"mask of each sequence": {"mask": normal(batch, 1, STEPS, CONTEXT) > 0}}
     given = (HIDING | FILLED | TILED | masks)[name]
     if "context_lens" in given and len(given["context_lens"]) > 1:
         given = {**given, "context_lens": torch.tensor([20, 7, 13, 1, 4])[:batch]}
-    a = arguments(latent_attention, batch=batch, **given)
-    assert not tiled_attention.goes_by_tiles(a.query, CONTEXT)
-    for way in ways(latent_attention):
-        torch.testing.assert_close(way(a), latent_attention.body(a)[0], rtol=1e-9, atol=1e-9)
+    a = arguments("latents", batch=batch, **given)
+    assert not tiles.goes_by_tiles(a.query, CONTEXT)
+    for way in ways("latents"):
+        torch.testing.assert_close(way(a), attention.body(a)[0], rtol=1e-9, atol=1e-9)
     bmm = torch.ops.aten.bmm.default
-    products = [node for node in graph_of(latent_loops.in_parts, a).nodes if node.target is bmm]
+    products = [node for node in graph_of(loops_of_latents.in_parts, a).nodes if node.target is bmm]
     assert len(products) == 3 * {1: 1, 2: 2, 3: 3, 5: 1}[batch]
 
 
 def test_pages_go_by_tiles_of_rows_too(monkeypatch):
-    monkeypatch.setattr(tiled_attention, "TILE", 2 * HEADS * 20 * 5)
-    monkeypatch.setattr(tiled_attention, "FEW", 1)
-    monkeypatch.setattr(mla_attention, "FEW_SCORES", 0)
+    monkeypatch.setattr(tiles, "TILE", 2 * HEADS * 20 * 5)
+    monkeypatch.setattr(tiles, "FEW", 1)
+    monkeypatch.setattr(heads, "FEW_SCORES", 0)
     table, pages = torch.tensor([[3, -2, 0, 5, 1], [2, 4, 4, 1, 0]]), {"kv_cache": normal(6, 4, 16)}
     pages["kr_cache"] = normal(6, 4, 4)
-    for module in (latent_attention, mla_attention):
-        a = arguments(module, block_table=table, context_lens=torch.tensor([19, 7]), **pages)
-        torch.testing.assert_close(module.kernel(a)[0], module.body(a)[0], rtol=1e-9, atol=1e-9)
+    for form in FORMS:
+        a = arguments(form, block_table=table, context_lens=torch.tensor([19, 7]), **pages)
+        torch.testing.assert_close(attention.kernel(a)[0], attention.body(a)[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("context", [3, 20, 600])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_nan_in_a_query_stays(module, context, is_causal, has_few_scores):
-    a = arguments(module, steps=3, context=context, is_causal=is_causal)
-    (a.query if module is latent_attention else a.q_nope)[0, 1, 2] = math.nan
-    expected = module.body(a)[0]
+@pytest.mark.parametrize("form", FORMS)
+def test_nan_in_a_query_stays(form, context, is_causal, has_few_scores):
+    a = arguments(form, steps=3, context=context, is_causal=is_causal)
+    a.query[0, 1, 2] = math.nan
+    expected = attention.body(a)[0]
     assert expected[0, 1, 2].isnan().all()
-    for way in ways(module):
+    for way in ways(form):
         torch.testing.assert_close(way(a), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [*HIDING, *FILLED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_half_precision_is_as_exact_as_the_body(module, name, dtype, has_few_scores):
-    wide = arguments(module, **(HIDING | FILLED)[name])
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_is_as_exact_as_the_body(form, name, dtype, has_few_scores):
+    wide = arguments(form, **(HIDING | FILLED)[name])
     operands = {key: value for key, value in vars(wide).items() if isinstance(value, torch.Tensor) and key != "mask"}
     rounded = {key: value.to(dtype) for key, value in operands.items() if value.is_floating_point()}
     a = dataclasses.replace(wide, **rounded)
-    exact = module.body(dataclasses.replace(a, **{key: value.double() for key, value in rounded.items()}))[0]
-    *worst, plain = ((form(a).double() - exact).abs().max() for form in (*ways(module), alone(module.body)))
+    exact = attention.body(dataclasses.replace(a, **{key: value.double() for key, value in rounded.items()}))[0]
+    *worst, plain = ((way(a).double() - exact).abs().max() for way in (*ways(form), alone(attention.body)))
     assert max(worst) <= 2 * plain
 
 
 @pytest.mark.parametrize(("steps", "context"), [(0, 20), (3, 0), (0, 0)])
-@pytest.mark.parametrize("module", [latent_attention, mla_attention])
-def test_without_queries_or_keys(module, steps, context, has_few_scores):
-    a = arguments(module, steps=steps, context=context)
-    assert [way(a).shape for way in ways(module)] == 2 * [module.body(a)[0].shape]
+@pytest.mark.parametrize("form", FORMS)
+def test_without_queries_or_keys(form, steps, context, has_few_scores):
+    a = arguments(form, steps=steps, context=context)
+    assert [way(a).shape for way in ways(form)] == 2 * [attention.body(a)[0].shape]
 
 
 # --- a long prompt ---------------------------------------------------------------------------------------------------
@@ -201,15 +199,15 @@ def long_prompt(**given):
     """DeepSeek-V3's sizes, as fake tensors: 34 GB of scores in float32."""
     steps = context = 8192
     shapes = {
-        "q_nope": (1, steps, 128, 128),
-        "q_rope": (1, steps, 128, 64),
+        "query": (1, steps, 128, 128),
+        "query_rope": (1, steps, 128, 64),
         "kv_cache": (1, context, 512),
         "kr_cache": (1, context, 64),
         "weight_uk": (128, 128, 512),
         "weight_uv": (128, 128, 512),
     }
     operands = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    return mla_attention.Arguments(**{**operands, "mask": None, "scale": 0.1, **given})
+    return attention.Arguments(**{**operands, "mask": None, "scale": 0.1, **given})
 
 
 @pytest.mark.parametrize("given", ["is_causal", "context_lens", "mask"])
@@ -224,7 +222,7 @@ def test_a_long_prompt_keeps_no_scores(target, given):
             "context_lens": torch.empty(1, dtype=torch.int64),
             "mask": torch.empty(1, 1, steps, steps, dtype=torch.bool),
         }
-        graph = graph_of(mla_loops.compiled, long_prompt(**{given: values[given]}), table)
+        graph = graph_of(loops_of_heads.compiled, long_prompt(**{given: values[given]}), table)
     activations = 2 * steps * heads * (192 + 192 + 128 + 128)
     assert peak_of_temporaries(graph) <= 3 * activations
     tensors = [value for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lib import attention_forms as forms
 from lib.operators.harness import (
     CATALOGUE,
     cases,
@@ -12,17 +13,16 @@ from lib.operators.harness import (
     mapped,
     option,
 )
-from lib.operators.plain_oracle import DTYPES, KV_MODES, LAYOUTS, expect, oracle_mla, oracle_prolog
+from lib.operators.plain_oracle import DTYPES, KV_MODES, LAYOUTS, expect, oracle_attention, oracle_prolog
 
-from mla_fx.ops.emitted import latent_attention, mla_attention
-from mla_fx.ops.emitted.chosen_rows import chosen
+from mla_fx.ops.emitted.attention import heads
+from mla_fx.ops.emitted.attention import operator as attention
 from mla_fx.ops.emitted.kv_rmsnorm_rope_cache import samples as kv_rmsnorm_rope_cache
 from mla_fx.ops.emitted.mla_prolog import samples as mla_prolog
 
 PLAIN_PROLOG = tuple(f"-{mode}" for mode in ("PA_BSND", "Norm", "NZ", "BSND", "TND"))
 PLAIN = [
-    *cases(DTYPES, ("latent_attention", "lightning_index")),
-    *cases(DTYPES, ("mla_attention", "merge_attention")),
+    *cases(DTYPES, ("attention", "lightning_index", "merge_attention")),
     *cases(DTYPES, ("rms_norm", "rope")),
     *(case for case in cases(DTYPES, ("mla_prolog",)) if case.id.endswith(PLAIN_PROLOG)),
 ]
@@ -81,14 +81,14 @@ def test_bfloat16_is_as_exact_as_plain_code():
 
 @pytest.mark.parametrize("limit", [0, 16])
 def test_bfloat16_attention_is_as_exact_as_plain_code(limit):
-    args = mla_attention.sample(torch.bfloat16, 3, steps=16)
-    q, q_rope, kv, kr, w_uk, w_uv, _ = args
+    given = forms.heads(torch.bfloat16, 3, steps=16)
+    q, q_rope, kv, kr, w_uk, w_uv = given.values()
     key = torch.cat((torch.einsum("btr,ndr->bntd", kv, w_uk), kr[:, None].expand(-1, 3, -1, -1)), -1)
     scores = torch.cat((q, q_rope), -1).transpose(1, 2) @ key.mT * 0.3
     value = torch.einsum("btr,nvr->bntv", kv, w_uv)
     plain = (scores.softmax(-1, torch.float32).to(q.dtype) @ value).transpose(1, 2)
-    want, _ = oracle_mla(*double(args), scale=0.3)
-    result = torch.ops.mla_fx.mla_attention(*args, scale=0.3, max_absorbed_tokens=limit)[0]
+    want, _ = oracle_attention(**dict(zip(given, double(given.values()), strict=True)), scale=0.3)
+    result = torch.ops.mla_fx.attention(**given, scale=0.3, max_absorbed_tokens=limit)[0]
     assert worst(result, want) <= 2 * worst(plain, want)
 
 
@@ -129,8 +129,8 @@ def test_empty_batch_no_token_one_token(mode, tokens):
 def test_cache_without_slots_and_attention_without_queries():
     args, kwargs = prolog_with([[-1, -1, -1], [-1, -1, -1]])
     expect(CATALOGUE["mla_prolog"], [*args[:10], *(cache[:0] for cache in args[10:])], kwargs)
-    for module in (latent_attention, mla_attention):
-        expect(module.operator, module.sample(torch.float32, 0, steps=0), {"scale": 0.3})
+    for form in forms.FORMS:
+        expect(attention.operator, (), {**form(torch.float32, 0, steps=0), "scale": 0.3})
 
 
 def test_caches_may_be_two_views_of_one_buffer():
@@ -150,26 +150,25 @@ def test_tables_and_gammas_in_float32():
 
 
 def test_both_algebras_agree_and_the_limit_chooses():
-    args = mla_attention.sample(torch.float64, 1)
-    arguments = mla_attention.Arguments(*args, scale=0.3)
-    absorbed, expanded = mla_attention.absorbed(arguments)[0], mla_attention.expanded(arguments)[0]
+    given = {**forms.heads(torch.float64, 1), "scale": 0.3}
+    arguments = attention.Arguments(**given)
+    absorbed, expanded = heads.absorbed(arguments)[0], heads.expanded(arguments)[0]
     torch.testing.assert_close(absorbed, expanded)
-    tiled = mla_attention.tiled(arguments)[0]
+    tiled = heads.tiled(arguments)[0]
     torch.testing.assert_close(tiled, expanded)
     for limit, form in ((2, expanded), (3, absorbed)):
-        result = torch.ops.mla_fx.mla_attention(*args, scale=0.3, max_absorbed_tokens=limit)[0]
+        result = torch.ops.mla_fx.attention(**given, max_absorbed_tokens=limit)[0]
         torch.testing.assert_close(result, form, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 5), (3, 3, 5), (2, 1, 3, 5), (1, 3, 1, 1), ()])
 def test_mask_broadcasts(shape):
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for module in (latent_attention, mla_attention):
-        args = (*module.sample(torch.float64, 0)[:-1], mask) if module is mla_attention else None
-        args = args or latent_attention.sample(torch.float64, 0, 3, mask)
-        expect(module.operator, args, {"scale": 0.3})
-        expect(module.operator, (*args[:-1], mask > 0), {"scale": 0.3})
-        expect(module.operator, (*args[:-1], mask > 0), {"scale": 0.3, "fill": -0.5})
+    for form in forms.FORMS:
+        given = {**form(torch.float64, 0), "scale": 0.3}
+        expect(attention.operator, (), {**given, "mask": mask})
+        expect(attention.operator, (), {**given, "mask": mask > 0})
+        expect(attention.operator, (), {**given, "mask": mask > 0, "fill": -0.5})
 
 
 def random_prolog(mode, batch, steps, room):
@@ -196,16 +195,16 @@ def test_prolog_compiles_once_for_all_sizes(mode, form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("form", [mla_attention.absorbed, mla_attention.expanded, None])
+@pytest.mark.parametrize("form", [heads.absorbed, heads.expanded, None])
 def test_attention_compiles_once_for_all_sizes(form, is_causal):
-    weights = mla_attention.sample(torch.float32, 0)[4:6]
+    given = forms.heads(torch.float32, 0)
+    weights = {"weight_uk": given["weight_uk"], "weight_uv": given["weight_uv"]}
 
     def layer(*tensors):
-        args = *tensors, *weights, None
         if form is None:
-            overload = torch.ops.mla_fx.mla_attention
-            return overload(*args, scale=0.3, is_causal=is_causal, max_absorbed_tokens=7)
-        return form(mla_attention.Arguments(*args, scale=0.3, is_causal=is_causal))
+            attend = torch.ops.mla_fx.attention
+            return attend(*tensors, **weights, scale=0.3, is_causal=is_causal, max_absorbed_tokens=7)
+        return form(attention.Arguments(*tensors, **weights, scale=0.3, is_causal=is_causal))
 
     def tensors(batch, steps, context):
         return [torch.randn(batch, *rest) for rest in ((steps, 3, 8), (steps, 3, 4), (context, 16), (context, 4))]
@@ -223,10 +222,10 @@ def test_cache_write_reaches_inductor_as_one_index_put():
 
 
 def test_no_gradient():
-    args = mla_attention.sample(torch.float32, 0)
-    args[0].requires_grad_()
+    given = forms.heads(torch.float32, 0)
+    given["query"].requires_grad_()
     with pytest.raises(RuntimeError, match="autograd"):
-        torch.ops.mla_fx.mla_attention(*args, scale=0.3)[0].sum().backward()
+        torch.ops.mla_fx.attention(**given, scale=0.3)[0].sum().backward()
 
 
 INDICES = torch.arange(4).expand(2, 3, 1, 4)
@@ -288,7 +287,7 @@ REFUSALS = {
         (option(cache_mode="PA_BSND"), "cache_mode is 'PA_BSND'; allowed: 'Norm', 'BNSD', 'PA'"),
         (option(rope_layout="half"), "rope_layout is 'half'"),
     ],
-    "latent_attention": [
+    "attention": [
         (change(0, lambda q: q[0]), r"query has shape \[3, 3, 16\]; it must be \[B, S, N, Hckv\]"),
         (change(1, lambda q: q[:, 1:]), r"query_rope has shape \[2, 2, 3, 4\]"),
         (change(2, lambda c: c[None]), r"kv_cache has shape \[1, 2, 5, 16\]; it must be \[B, T, Hckv\]"),
@@ -313,21 +312,6 @@ REFUSALS = {
         (option(key_scale=torch.zeros(2, 11)), r"key_scale has shape \[2, 11\]; it must be \[B, T\]"),
         (option(sparse_count=0), "sparse_count is 0; it must be 1 or more"),
         (option(fill=-1.0), "fill is -1.0, but mask is no bool mask and context_lens is None"),
-    ],
-    "mla_attention": [
-        (change(0, lambda q: q[0]), r"q_nope has shape \[3, 3, 8\]; it must be \[B, S, N, D\]"),
-        (change(1, lambda q: q[1:]), r"q_rope has shape \[1, 3, 3, 4\]"),
-        (change(2, lambda c: c[:1]), r"kv_cache has shape \[1, 5, 16\]"),
-        (change(3, torch.Tensor.half), "kr_cache has dtype torch.float16"),
-        (change(3, lambda c: c[..., 1:]), r"kr_cache has shape \[2, 5, 3\]"),
-        (change(4, lambda w: w[:, 1:]), r"weight_uk has shape \[3, 7, 16\]"),
-        (change(5, lambda w: w[1:]), r"weight_uv has shape \[2, 6, 16\]"),
-        (change(1, drop), "kr_cache is given and q_rope is None"),
-        (change(3, drop), "q_rope is given and kr_cache is None"),
-        (option(sinks=torch.zeros(1, 3)), r"sinks has shape \[1, 3\]; it must be \[N\]"),
-        (option(max_absorbed_tokens=-1), "max_absorbed_tokens is -1; it must be 0 or more"),
-        *CHOSEN,
-        (option(lens=[3]), "B is 2 and lens are given; it must be 1"),
     ],
     "merge_attention": [
         (change(0, lambda outs: outs * 9), "outs has 18 tensors; it must have 1 to 16"),
@@ -360,35 +344,6 @@ def test_refusal_writes_nothing(name, spoil, message):
             overload(*args, **kwargs)
     for value, old in zip(args, before, strict=True):
         assert not isinstance(value, torch.Tensor) or value.is_meta or torch.equal(value, old)
-
-
-def test_chosen_rows_are_not_read_out_of_fractals():
-    paged = latent_attention.in_fractals(*latent_attention.paged_sample(torch.float32, 0, 3, torch.tensor([70, 3]), 16))
-    args, options = chosen(*paged)
-    with pytest.raises(ValueError, match=r"kv_cache has shape .*: chosen rows are not read out of FRACTAL_NZ"):
-        torch.ops.mla_fx.latent_attention(*args, **options)
-
-
-PACKED = [
-    (change(1, drop), "kr_cache is given and q_rope is None"),
-    (change(2, lambda c: c[:, 1:]), r"kr_cache has shape \[1, 9, 4\]"),
-    (lambda args, _: args.__setitem__(slice(2, 4), [args[2][:, 1:], args[3][:, 1:]]), "T is 8 and lens are given"),
-    (change(4, lambda w: w[1:]), r"weight_uk has shape \[2, 8, 16\]"),
-    (option(lens=[]), r"lens is \[\]; it must have one or more numbers, each 0 or more"),
-    (option(lens=[10, -1]), r"lens is \[10, -1\]; it must have one or more numbers, each 0 or more"),
-    (option(lens=[3, 1, 4]), r"lens is \[3, 1, 4\]; its sum must be S = 9"),
-    (option(sinks=torch.zeros(3)), "sinks is given and lens are given; packed sequences have causality alone"),
-    (option(context_lens=torch.tensor([9]), is_causal=False), "context_lens is given and lens are given"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "message"), PACKED)
-def test_refusal_of_packed_sequences(spoil, message):
-    args, options = mla_attention.packed(torch.float32, 0, {"scale": 0.3, "is_causal": True}, 3, 1, 5)
-    args = list(args)
-    spoil(args, options)
-    with pytest.raises(ValueError, match=message):
-        torch.ops.mla_fx.mla_attention(*args, **options)
 
 
 def test_index_where_none_belongs():

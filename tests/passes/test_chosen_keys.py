@@ -45,7 +45,7 @@ def found(mask_of, *modules):
     def function(q, q_rope, kv, k_rope, scores, hidden):
         for _ in modules:
             mask = mask_of(scores, hidden)
-            q = q + torch.ops.mla_fx.latent_attention(q, q_rope, kv, k_rope, mask, scale=0.5)[0]
+            q = q + torch.ops.mla_fx.attention(q, q_rope, kv, k_rope, mask, scale=0.5)[0]
         return q
 
     shapes = (1, 1, 2, 4), (1, 1, 2, 2), (1, KEYS, 4), (1, KEYS, 2), (1, KEYS), (3, EXPERTS)

@@ -196,6 +196,10 @@ FUSED = (
 EACH = [*itertools.product(FUSED, CODES), (FlashMla, torch.float8_e4m3fn)]
 QUICK = [(kind, torch.int8) for kind in FUSED]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EACH if case not in QUICK]
+IN_TURNS = [*zip(FUSED, itertools.cycle(CODES), strict=False), EACH[-1]]  # each layer once, and each kind of codes
+COMPILED = [
+    pytest.param(*case, marks=pytest.mark.slow if case in IN_TURNS else pytest.mark.campaign) for case in EACH
+]
 
 
 def in_dtype(layer, dtype):
@@ -242,8 +246,7 @@ def test_codes_are_read(kind, codes):
     assert report.checked and (kind is FlashMla or not report.unchecked)  # bytes are not drawn as a page's
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "codes"), EACH)
+@pytest.mark.parametrize(("kind", "codes"), COMPILED)
 def test_compiled(kind, codes):
     for dtype in (torch.float32, torch.bfloat16):
         assert fired(check(lambda: kind(codes), "inductor", dtype))

@@ -33,7 +33,7 @@ import mla_fx
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
-BOTH, CALL = "return_lse=True", "mla_fx.latent_attention("
+BOTH, CALL = "return_lse=True", "mla_fx.attention("
 
 
 def lowered(module, given):
@@ -366,7 +366,7 @@ def test_a_sink_is_no_part_of_the_sum():
 def test_sinks_are_refused_by_the_operator():
     query, query_rope, kv_cache, kr_cache, table, _ = arguments()
     with pytest.raises(ValueError, match="sinks are given; they must be None"):
-        torch.ops.mla_fx.latent_attention(
+        torch.ops.mla_fx.attention(
             query, query_rope, kv_cache, kr_cache, None, None, torch.ones(N), table, scale=SCALE, return_lse=True
         )
 

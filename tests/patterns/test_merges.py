@@ -29,7 +29,7 @@ class Merged(nn.Module):
         return self.merge(*zip(*parts, strict=True))
 
     def part(self, query, kv_cache, lengths):
-        out, lse = torch.ops.mla_fx.latent_attention(
+        out, lse = torch.ops.mla_fx.attention(
             query, None, kv_cache, None, None, lengths, scale=0.3, return_lse=True
         )
         # as a plain softmax gives it
@@ -289,7 +289,7 @@ class Pieces(nn.Module):
             own = mask[..., first:last] if first else None
         lengths = lengths - first if self.hidden == "lengths" else None
         given = query, query_rope, latents, keys, own, lengths, None, table
-        return torch.ops.mla_fx.latent_attention(*given, scale=0.3, return_lse=True)
+        return torch.ops.mla_fx.attention(*given, scale=0.3, return_lse=True)
 
 
 class Paged(Pieces):
@@ -390,7 +390,7 @@ def test_pieces_in_which_keys_are_chosen_are_not_joined(name):
     def merged(query, latents, value):
         options = {"mask": None, "scale": 0.3, name: value, "return_lse": True}
         halves = latents.split(T // 2, 1)
-        parts = [torch.ops.mla_fx.latent_attention(query, None, half, None, **options) for half in halves]
+        parts = [torch.ops.mla_fx.attention(query, None, half, None, **options) for half in halves]
         return torch.ops.mla_fx.merge_attention(*map(list, zip(*parts, strict=True)))
 
     torch._dynamo.reset()

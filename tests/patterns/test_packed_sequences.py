@@ -1,6 +1,5 @@
 """Packed sequences that attend to themselves alone: they are one call, and near twins are not."""
 
-import functools
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 import mla_fx
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.attention import samples
 
 pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
 N, D, DR, DV, R = 3, 8, 4, 6, 16
@@ -40,10 +39,10 @@ class Prompts(nn.Module):
 
     def attend(self, place, query, latent, k_rope):
         query, latent, k_rope = (rows.unsqueeze(0) for rows in (query, latent, k_rope))
-        weight_uk, weight_uv = self.weight(place).split([D, DV], 1)
+        weights = dict(zip(("weight_uk", "weight_uv"), self.weight(place).split([D, DV], 1), strict=True))
         q_rope, k_rope = (query[..., D:], k_rope) if self.has_rope else (None, None)
-        operands = query[..., :D], q_rope, latent, k_rope, weight_uk, weight_uv
-        return torch.ops.mla_fx.mla_attention(*operands, **self.options(place, latent))[0].squeeze(0)
+        operands = query[..., :D], q_rope, latent, k_rope
+        return torch.ops.mla_fx.attention(*operands, **weights, **self.options(place, latent))[0].squeeze(0)
 
     def weight(self, place):
         return self.weights[0]
@@ -242,12 +241,12 @@ def test_one_sequence_is_not_packed():
 
 def test_targets_may_refuse(monkeypatch):
     from mla_fx.lowering import reference
-    from mla_fx.lowering.ascend.operators.mla_attention import PACKED
+    from mla_fx.lowering.ascend.operators.attention.heads import PACKED
 
     def refuse(*args, **options):
         raise NoMatch(PACKED)
 
-    operator = torch.ops.mla_fx.mla_attention.default
+    operator = torch.ops.mla_fx.attention.default
     monkeypatch.setattr(reference.Reference, "runs_operators", False)
     monkeypatch.setattr(reference.Reference, "lowerings", lambda *_, **__: {operator: refuse})
     assert fused(Prompts, LENS) == APART
@@ -258,9 +257,9 @@ def test_targets_may_refuse(monkeypatch):
 @pytest.mark.parametrize("absorb", ["auto", "always"])
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 def test_a_users_packed_call_is_not_absorbed(target, absorb):
-    args, options = mla_attention.packed(torch.float64, 0, {"scale": 0.3, "is_causal": True}, 3, 1, 5)
-    call = functools.partial(torch.ops.mla_fx.mla_attention, **options)
+    args, options = samples.packed(torch.float64, 0, {"scale": 0.3, "is_causal": True}, 3, 1, 5)
+    call = torch.ops.mla_fx.attention
     torch._dynamo.reset()
-    found = torch.compile(call, backend=mla_fx.get_backend(target=target, absorb=absorb))(*args)
-    torch.testing.assert_close(found, call(*args), rtol=1e-12, atol=1e-12)
+    found = torch.compile(call, backend=mla_fx.get_backend(target=target, absorb=absorb))(*args, **options)
+    torch.testing.assert_close(found, call(*args, **options), rtol=1e-12, atol=1e-12)
     assert mla_fx.last_report().fused == {"packed_mla_attention": 1}

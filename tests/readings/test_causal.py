@@ -17,7 +17,6 @@ from mla_fx.readings.causal import causal_by_position
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 LOWEST = torch.finfo(torch.float64).min
-MASKS = {"mla_fx.latent_attention.default": 4, "mla_fx.mla_attention.default": 6}
 STARTS = torch.tensor([9, 4])
 
 
@@ -71,9 +70,11 @@ FROM_FIRST = "row s sees the keys up to s"
 def lens_of(recorder):
     """The lengths that each attention was given in the last call, or that it is causal from the first key on; None for
     one that was given a mask."""
-    calls = [args[MASKS[name] :] for name, args in recorder.operators if name in MASKS]
-    assert all(given[0] is None or len(given) == 1 for given in calls)
-    return [given[1].tolist() if len(given) == 2 else FROM_FIRST if given[0] is None else None for given in calls]
+    calls = [args for name, args in recorder.operators if name == "mla_fx.attention.default"]
+    masks = [(*args[4:6], None, None)[:2] for args in calls]
+    assert all(None in given for given in masks)
+    lengths = (FROM_FIRST if lens is None else lens.tolist() for _, lens in masks)
+    return [own if mask is None else None for (mask, _), own in zip(masks, lengths, strict=True)]
 
 
 def lens(mask, way=by_sdpa, *, sizes=None, starts=STARTS, dynamic=False, **options):

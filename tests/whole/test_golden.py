@@ -50,8 +50,8 @@ INPUTS = {
 
 
 def graph(inputs):
-    reshape_default_3 = aten.reshape(inputs["kv_b"], [4, 18, 20])  # f32[4, 18, 20]
-    slice_tensor_1 = aten.slice.Tensor(reshape_default_3, 1, 0, 8)  # f32[4, 8, 20] strides (360, 20, 1)
+    reshape_default_4 = aten.reshape(inputs["kv_b"], [4, 18, 20])  # f32[4, 18, 20]
+    slice_tensor_1 = aten.slice.Tensor(reshape_default_4, 1, 0, 8)  # f32[4, 8, 20] strides (360, 20, 1)
     permute_default_2 = aten.permute(inputs["q_a"], [1, 0])  # f32[32, 24] strides (1, 32)
     permute_default_3 = aten.permute(inputs["q_b"], [1, 0])  # f32[24, 56] strides (1, 24)
     permute_default_4 = aten.permute(inputs["kv_a"], [1, 0])  # f32[32, 26] strides (1, 32)
@@ -61,7 +61,7 @@ def graph(inputs):
     ge_scalar = aten.ge.Scalar(reshape_default_8, 0)  # b8[1, 3]
     full_default = aten.full([], 16, dtype=torch.int64, device='cpu', pin_memory=False)  # i64[]
     where_self = aten.where.self(ge_scalar, reshape_default_8, full_default)  # i64[1, 3]
-    # mla_fx.mla_prolog, by rule mla_prolog, replaces 59 nodes
+    # mla_prolog, by rule mla_prolog, replaces 59 nodes
     #   cases.py: permute view mm _unsafe_view permute_1 view_1 mm_1 _unsafe_view_1
     #   cases.py: pow_1 mean add rsqrt mul mul_1 pow_2 mean_1 add_1 rsqrt_1 mul_2 mul_3
     #   cases.py: view_2 transpose split_with_sizes getitem_1
@@ -84,17 +84,17 @@ def graph(inputs):
     masked_fill = aten.masked_fill.Scalar(zeros, gt, float('-inf'))  # f32[3, 16]
     reshape_default_1 = aten.reshape(getitem_14, [2, 16, 20])  # f32[2, 16, 20]
     reshape_default_2 = aten.reshape(getitem_15, [2, 16, 6])  # f32[2, 16, 6]
-    slice_tensor_2 = aten.slice.Tensor(reshape_default_3, 1, 8, 18)  # f32[4, 10, 20] strides (360, 20, 1)
-    reshape_default_4 = aten.reshape(masked_fill, [1, 1, 3, 16])  # f32[1, 1, 3, 16]
-    # mla_fx.latent_attention, by rule absorb, replaces 29 nodes
+    reshape_default_3 = aten.reshape(masked_fill, [1, 1, 3, 16])  # f32[1, 1, 3, 16]
+    slice_tensor_2 = aten.slice.Tensor(reshape_default_4, 1, 8, 18)  # f32[4, 10, 20] strides (360, 20, 1)
+    # latent_attention, by rule absorb, replaces 29 nodes
     #   cases.py: getitem
     #   cases.py: permute_3 view_5 mm_3 _unsafe_view_3 view_6 transpose_1
     #   cases.py: split_with_sizes_2 getitem_8 getitem_9
     #   cases.py: expand_1 cat_2
     #   cases.py: cat_3 transpose_2 expand_2 view_7 expand_3 view_8 bmm view_9 mul_8 add_4
     #   cases.py: _softmax expand_4 view_10 expand_5 clone _unsafe_view_4 bmm_1
-    latent_attention_default = mla_fx.latent_attention(getitem_12, getitem_13, reshape_default_1, reshape_default_2, reshape_default_4, None, None, None, None, None, None, scale=0.2672612419124244, is_causal=False)  # (f32[2, 3, 4, 20], f32[0])
-    getitem_11 = latent_attention_default[0]  # f32[2, 3, 4, 20]
+    attention_default_1 = mla_fx.attention(getitem_12, getitem_13, reshape_default_1, reshape_default_2, reshape_default_3, scale=0.2672612419124244)  # (f32[2, 3, 4, 20], f32[0])
+    getitem_11 = attention_default_1[0]  # f32[2, 3, 4, 20]
     permute_7 = aten.permute(getitem_11, [2, 0, 1, 3])  # f32[4, 2, 3, 20] strides (20, 240, 80, 1)
     view_15 = aten.view(permute_7, [4, 6, 20])  # f32[4, 6, 20] strides (20, 80, 1)
     permute_8 = aten.permute(slice_tensor_2, [0, 2, 1])  # f32[4, 20, 10] strides (360, 1, 20)

@@ -69,5 +69,5 @@ def check(whole, shard, target, sums):
     if target == "reference":
         ran = [operator for operator, _ in recorder.operators]
         assert ran.count("_c10d_functional.all_reduce.default") == sums
-        (query,) = (args[0] for operator, args in recorder.operators if operator == "mla_fx.latent_attention.default")
+        (query,) = (args[0] for operator, args in recorder.operators if operator == "mla_fx.attention.default")
         assert query.shape[2] == HEADS // RANKS

@@ -1,4 +1,4 @@
-"""Lowers each operator to the vendor's operator in torch_npu, one file per operator.
+"""Lowers each operator to the vendor's operator in torch_npu, one file or folder per operator.
 
 Each file names the operator it lowers, `OPERATOR`, and has a function `lower(surface, a)`, which is called with the
 fake values of a call's `Arguments`. It returns a plain function of both, which is traced in place of the call. Or it

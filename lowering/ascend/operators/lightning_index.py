@@ -16,8 +16,8 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import largest
 from mla_fx.ops.emitted import lightning_index
+from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.ops.emitted.lightning_index import Arguments
-from mla_fx.ops.emitted.pages import context_of
 from mla_fx.target import Compiled
 
 from .. import limits

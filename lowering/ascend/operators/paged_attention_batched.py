@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import latent_attention
+from mla_fx.ops.emitted.attention import arguments
+from mla_fx.ops.emitted.attention.pages import READS_PAGES
 from mla_fx.ops.emitted.paged_attention import Arguments
-from mla_fx.ops.emitted.pages import READS_PAGES
 from mla_fx.target import Compiled
 
 from .. import fused_infer_attention_score as kernel
@@ -25,7 +25,7 @@ from ..causal_masks import checked
 from ..fused_infer_attention_score import KERNEL
 from ..limits import Surface
 from ..prolog_form import PAGE_SIZES, page_size
-from .latent_attention import in_parts
+from .attention.latents import in_parts
 
 OPERATOR = "paged_attention.batched"
 CHANNELS = ("key_scale", "value_scale", "key_offset", "value_offset")
@@ -114,10 +114,10 @@ def page_sizes(a: Arguments) -> tuple[int, ...]:
     return sizes if limits.known_equal(a.query.shape[1], 1) else sizes[:1]
 
 
-def one_headed(a: Arguments) -> latent_attention.Arguments:
+def one_headed(a: Arguments) -> arguments.Arguments:
     """The same contexts and masks, as what reads them expects these."""
     keys = a.key_cache.flatten(2)
-    return latent_attention.Arguments(
+    return arguments.Arguments(
         a.query, None, keys, None, a.mask, a.context_lens, None, a.block_table, scale=a.scale, fill=a.fill
     )
 

@@ -14,9 +14,9 @@ from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .attention import aligned, as_mask, check_mask, masked
-from .pages import check_block_table, context_of, gathered
-from .tiled_attention import mask_of_rows, row_tiles
+from .attention.pages import check_block_table, context_of, gathered
+from .attention.softmax import aligned, as_mask, check_mask, masked
+from .attention.tiles import mask_of_rows, row_tiles
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
 
     outs are 1 to 16 tensors [..., C] of one dtype: bfloat16, float16, float32 or float64. lses are as many, [...] in
     float32, or float64 for float64: the logarithms of the sums that the parts were divided by, of base e. Such parts
-    are the results of `latent_attention` and `mla_attention` with return_lse.
+    are the results of `attention` with return_lse.
 
     A part adds nothing to a row whose logarithm is minus infinity; its attention must be finite there, since it is
     multiplied by zero. A row that no part sees is zero, with minus infinity for its logarithm. Sums are in float32, or

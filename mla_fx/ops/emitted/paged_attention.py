@@ -14,9 +14,9 @@ from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .attention import as_mask, check_mask, masked, share
-from .pages import check_block_table, gathered, tiles
-from .tiled_attention import Form, at_once, attend, seen_keys
+from .attention.pages import check_block_table, gathered, tiles
+from .attention.softmax import as_mask, check_mask, masked, share
+from .attention.tiles import Form, at_once, attend, rows_first, seen_keys
 
 MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
 
@@ -83,7 +83,7 @@ def body(a: Arguments) -> Tensor:
     most = share(a.block_table.shape[1] * a.key_cache.shape[1])  # of the values, because it divides at the end
     scaled = ((scores, values * most) for scores, values in _tiles(a, query))
     out, _ = online_softmax(scaled, rounded_product(a.query.dtype), like)
-    return _rows_first((out / most).view(batch, heads, steps, width).to(a.query.dtype))
+    return rows_first((out / most).view(batch, heads, steps, width).to(a.query.dtype))
 
 
 def from_copies(a: Arguments, choose: Form = at_once) -> Tensor:
@@ -96,12 +96,7 @@ def from_copies(a: Arguments, choose: Form = at_once) -> Tensor:
     mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
     seen = seen_keys(mask)
     keys = keys if seen is None else keys.masked_fill(~seen.unsqueeze(1), 0)
-    return _rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale, fill=a.fill, choose=choose))
-
-
-def _rows_first(out: Tensor) -> Tensor:
-    """[B, H, S, Dv] as [B, S, H, Dv]."""
-    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale, fill=a.fill, choose=choose))
 
 
 def _tiles(a: Arguments, query: Tensor) -> Iterator[Tile]:

@@ -127,13 +127,16 @@ def oracle_softmax(scores, mask, is_causal, fill, sink=-math.inf):
     return weights / total, highest + math.log(total)
 
 
-def oracle_mla(
-    q, q_rope, kv, kr, w_uk, w_uv, mask, context_lens=None, sinks=None, table=None, kv_scales=None, kr_scales=None,
-    indices=None, lens=None, *, scale, is_causal=False, fill=None, max_absorbed_tokens=0, return_lse=False
+def oracle_attention(
+    query, query_rope, kv_cache, kr_cache, mask=None, context_lens=None, sinks=None, block_table=None, kv_scales=None,
+    kr_scales=None, indices=None, weight_uk=None, weight_uv=None, lens=None, *, scale, is_causal=False, fill=None,
+    return_lse=False, max_absorbed_tokens=0
 ):  # fmt: skip
-    batch, steps, heads, _ = q.shape
-    kv, kr = oracle_numbers(kv, kv_scales), oracle_numbers(kr, kr_scales)
-    kv, kr = oracle_context(kv, table), oracle_context(kr, table)
+    q, q_rope, (batch, steps, heads, width) = query, query_rope, query.shape
+    same = torch.eye(width).double().expand(heads, -1, -1)  # heads without weights have the latents themselves
+    w_uk, w_uv = (same, same) if weight_uk is None else (weight_uk, weight_uv)
+    kv, kr = oracle_numbers(kv_cache, kv_scales), oracle_numbers(kr_cache, kr_scales)
+    kv, kr = oracle_context(kv, block_table), oracle_context(kr, block_table)
     if q_rope is None:
         q_rope, kr = q.new_zeros(batch, steps, heads, 1), kv.new_zeros(batch, kv.shape[1], 1)
     if context_lens is not None:
@@ -174,11 +177,6 @@ def oracle_context(cache, table):
     if cache.dim() == 4:
         cache = torch.stack([torch.stack([page[:, row].flatten() for row in range(page.shape[1])]) for page in cache])
     return torch.stack([torch.cat([cache[int(block)] for block in sequence]) for sequence in table])
-
-
-def oracle_latent(query, query_rope, kv, kr, mask, lens=None, sinks=None, table=None, **options):
-    same = torch.eye(query.shape[-1]).double().expand(query.shape[2], -1, -1)
-    return oracle_mla(query, query_rope, kv, kr, same, same, mask, lens, sinks, table, **options)
 
 
 def oracle_numbers(codes, scales):
@@ -260,8 +258,7 @@ ORACLES = {
     "merge_attention": oracle_merge,
     "mla_prolog": oracle_prolog,
     "kv_rmsnorm_rope_cache": oracle_kv,
-    "latent_attention": oracle_latent,
-    "mla_attention": oracle_mla,
+    "attention": oracle_attention,
     "rms_norm": oracle_rows,
     "rope": oracle_heads,
     "lightning_index": oracle_index,
@@ -272,14 +269,16 @@ CACHES = {"mla_prolog": {2: 10, 3: 11}, "kv_rmsnorm_rope_cache": {0: 5, 1: 6}}
 
 def expect(operator, args, kwargs):
     """Both forms agree with the oracle; inputs stay unchanged, except the in-place form's caches."""
-    name, dtype = operator.name, (args[0][0] if isinstance(args[0], list) else args[0]).dtype
-    wanted = ORACLES[name](*double(args), **kwargs)
+    name, (first, *_) = operator.name, (*args, *kwargs.values())
+    dtype = (first[0] if isinstance(first, list) else first).dtype
+    wide = dict(zip(kwargs, double(kwargs.values()), strict=True))
+    wanted = ORACLES[name](*double(args), **wide)
     rtol, atol = TOLERANCE[dtype]
     before = mapped(torch.clone, args)
     results = as_tuple(operator.overload(*args, **kwargs))
     torch.testing.assert_close(mapped(torch.clone, args), before, rtol=0, atol=0)
     for place, (result, want) in enumerate(zip(results, wanted, strict=True)):
-        is_sum = name.endswith("_attention") and place == 1
+        is_sum = name.endswith("attention") and place == 1
         floating = torch.promote_types(dtype, torch.float32) if is_sum else dtype
         assert result.dtype == (floating if want.is_floating_point() else want.dtype)
         torch.testing.assert_close(result.double(), want.double(), rtol=rtol, atol=atol)

@@ -169,7 +169,7 @@ def test_limits_of_paged_attention(change, sentence):
     assert lower("paged_attention", **change()) == sentence
 
 
-NO_ROPE = {"q_rope": None, "kr_cache": None}
+NO_ROPE = {"query_rope": None, "kr_cache": None}
 EMITTED = {
     "latents without a rotary part": (
         "latent_attention",
@@ -188,8 +188,8 @@ EMITTED = {
     ),
     "heads without a rotary part": (
         "mla_attention",
-        lambda: {**NO_ROPE, "q_nope": make(1, T, N, 64), "weight_uk": make(N, 64, HCKV)},
-        "without a rotary part, q_nope has D = 64; FusedInferAttentionScore takes 128 or 192",
+        lambda: {**NO_ROPE, "query": make(1, T, N, 64), "weight_uk": make(N, 64, HCKV)},
+        "without a rotary part, query has D = 64; FusedInferAttentionScore takes 128 or 192",
     ),
     "values without a rotary part": (
         "mla_attention",
@@ -200,7 +200,7 @@ EMITTED = {
         "mla_attention",
         lambda: {
             **NO_ROPE,
-            "q_nope": make(1, T, N, 192),
+            "query": make(1, T, N, 192),
             "weight_uk": make(N, 192, HCKV),
             "weight_uv": make(N, 192, HCKV),
             "sinks": make(N),

@@ -30,7 +30,8 @@ from lib.latent_calls import (
 from mla_fx.lowering.cpu import attention_over_rows as rows
 
 import mla_fx
-from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.emitted.attention import heads
+from mla_fx.ops.emitted.attention import operator as attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -85,7 +86,7 @@ def test_a_number_of_no_page_is_an_error(number):
 
 
 def over_pages(query, query_rope, pool, table, lengths):
-    return torch.ops.mla_fx.latent_attention(
+    return torch.ops.mla_fx.attention(
         query, query_rope, pool[..., :RANK], pool[..., RANK:], None, lengths, None, table, scale=0.2
     )[0]
 
@@ -99,9 +100,9 @@ def operands(batch, tokens, columns):
 def check_compiled(found, inputs):
     query, query_rope, pool, table, lengths = inputs
     caches = pool.split([RANK, ROPE], -1)
-    a = latent_attention.Arguments(query, query_rope, *caches, None, lengths, None, table, scale=0.2)
-    exact = latent_attention.body(doubled(a))[0]
-    assert error(found, exact) <= 2 * error(latent_attention.body(a)[0], exact) + ROUNDING[torch.bfloat16]
+    a = attention.Arguments(query, query_rope, *caches, None, lengths, None, table, scale=0.2)
+    exact = attention.body(doubled(a))[0]
+    assert error(found, exact) <= 2 * error(attention.body(a)[0], exact) + ROUNDING[torch.bfloat16]
 
 
 def test_pages_are_read_by_the_kernel_and_few_keys_by_loops():
@@ -109,7 +110,7 @@ def test_pages_are_read_by_the_kernel_and_few_keys_by_loops():
         inputs = operands(2, 2, columns)
         found, code, _ = compiled(over_pages, *inputs)
         assert len(re.findall(r"= torch\.ops\.mla_fx\.attention_over_rows", code)) == calls
-        assert "mla_fx.latent_attention" not in code
+        assert "mla_fx.attention.default" not in code
         check_compiled(found, inputs)
 
 
@@ -127,28 +128,27 @@ def test_a_form_chosen_at_each_call(parts):
     """Few tokens are absorbed, and many are not, in one graph."""
     up = (draw(4, 24, RANK) * RANK**-0.5).bfloat16()
 
-    def attend(q_nope, q_rope, kv_cache, kr_cache, table, lengths):
-        return torch.ops.mla_fx.mla_attention(
-            q_nope, q_rope, kv_cache, kr_cache, up[:, :16], up[:, 16:], None, lengths, None, table, scale=0.2,
-            max_absorbed_tokens=32,
-        )[0]  # fmt: skip
+    options = {"weight_uk": up[:, :16], "weight_uv": up[:, 16:], "scale": 0.2, "max_absorbed_tokens": 32}
+
+    def attend(query, query_rope, kv_cache, kr_cache, table, lengths):
+        caches = kv_cache, kr_cache, None, lengths, None, table
+        return torch.ops.mla_fx.attention(query, query_rope, *caches, **options)[0]
 
     def inputs(tokens):
         pool = draw(POOL, PAGE, RANK + ROPE).bfloat16()
         caches = pool.split([RANK, ROPE], -1)
         caches = caches if parts == "one pool" else [cache.contiguous() for cache in caches]
         table = torch.randint(0, POOL, (2, 15), generator=torch.Generator().manual_seed(tokens))
-        q_nope, q_rope = draw(2, tokens, 4, 16).bfloat16(), draw(2, tokens, 4, ROPE, seed=2).bfloat16()
-        return q_nope, q_rope, *caches, table, torch.tensor([100, 240])
+        queries = draw(2, tokens, 4, 16).bfloat16(), draw(2, tokens, 4, ROPE, seed=2).bfloat16()
+        return *queries, *caches, table, torch.tensor([100, 240])
 
     _, code, step = compiled(attend, *inputs(5), dynamic=True)
     assert "attention_over_rows" in code
     for tokens in (1, 7, 32, 33, 90):
-        q_nope, q_rope, *caches, table, lengths = inputs(tokens)
-        operands = q_nope, q_rope, *caches, up[:, :16], up[:, 16:], None, lengths, None, table
-        a = mla_attention.Arguments(*operands, scale=0.2, max_absorbed_tokens=32)
-        exact = mla_attention.expanded(doubled(a))[0]
-        near = max(error(form(a)[0], exact) for form in (mla_attention.expanded, mla_attention.absorbed))
+        *rows, table, lengths = inputs(tokens)
+        a = attention.Arguments(*rows, None, lengths, None, table, **options)
+        exact = heads.expanded(doubled(a))[0]
+        near = max(error(form(a)[0], exact) for form in (heads.expanded, heads.absorbed))
         assert error(step(*inputs(tokens)), exact) <= 2 * near + ROUNDING[torch.bfloat16]
 
 
@@ -157,10 +157,10 @@ def test_without_a_compiler_its_body_runs_and_a_warning_says_so(monkeypatch):
     a = call(2, 2, 3, 20, return_lse=True)
     with pytest.warns(mla_fx.MlaWarning, match="attention over pages runs without its C.. kernel: no compiler$"):
         found = rows.run(a)
-    for one, other in zip(found, latent_attention.body(a), strict=True):
+    for one, other in zip(found, attention.body(a), strict=True):
         assert torch.equal(one, other)
     _, code, _ = compiled(over_pages, *operands(2, 2, 20))
-    assert "mla_fx.latent_attention" in code and "attention_over_rows" not in code
+    assert "mla_fx.attention.default" in code and "attention_over_rows" not in code
 
 
 @pytest.mark.slow

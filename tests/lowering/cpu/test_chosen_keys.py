@@ -9,7 +9,7 @@ import torch
 from lib.kernels import compiled, compiled_call, doubled, draw, error
 from mla_fx.lowering.cpu.chosen_keys import of_latents
 
-from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.emitted.attention import operator as attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -27,8 +27,8 @@ def call(tokens, *, is_paged=False, **options):
     indices = draw(BATCH, tokens, 1, KEYS, seed=2).argsort(-1)[..., :CHOSEN].to(torch.int32)
     indices[..., CHOSEN - 6 :] = -1
     indices[0, tokens - 1] = -1
-    given = {"mask": None, "block_table": table if is_paged else None, "indices": indices, "scale": 0.2, **options}
-    return latent_attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
+    given = {"block_table": table if is_paged else None, "indices": indices, "scale": 0.2, **options}
+    return attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **given)
 
 
 CALLS = {
@@ -48,10 +48,10 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_the_kernel(name):
     a = CALLS[name]
-    found, code = compiled_call(latent_attention.operator, a)
-    exact = latent_attention.body(doubled(a))[0]
+    found, code = compiled_call(attention.operator, a)
+    exact = attention.body(doubled(a))[0]
     assert KERNEL in code
-    assert error(found, exact) <= 2 * error(latent_attention.body(a)[0], exact) + 2**-8
+    assert error(found, exact) <= 2 * error(attention.body(a)[0], exact) + 2**-8
 
 
 def test_symbolic_sizes_choose_at_each_call():
@@ -60,7 +60,7 @@ def test_symbolic_sizes_choose_at_each_call():
 
     def attend(*given):
         *rows, indices = given
-        return torch.ops.mla_fx.latent_attention(*rows, None, indices=indices, scale=0.2)[0]
+        return torch.ops.mla_fx.attention(*rows, None, indices=indices, scale=0.2)[0]
 
     def operands(keys, chosen):
         indices = torch.where(whole.indices < keys, whole.indices, -1)[..., :chosen].sort(-1, descending=True).values
@@ -72,15 +72,15 @@ def test_symbolic_sizes_choose_at_each_call():
     for sizes in ((90, 12), (96, 7), (70, 20)):
         given = operands(*sizes)
         rows, indices = given[:-1], given[-1]
-        wanted = latent_attention.body(latent_attention.Arguments(*rows, None, indices=indices, scale=0.2))[0]
+        wanted = attention.body(attention.Arguments(*rows, None, indices=indices, scale=0.2))[0]
         torch.testing.assert_close(step(*given), wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_all_keys_under_a_mask_are_the_same(name):
     a = CALLS[name]
-    exact = latent_attention.body(a)[0].double()
-    assert error(latent_attention.body(of_latents(a))[0], exact) <= 2**-7
+    exact = attention.body(a)[0].double()
+    assert error(attention.body(of_latents(a))[0], exact) <= 2**-7
 
 
 @pytest.mark.parametrize("is_paged", [False, True], ids=["flat", "pages"])
@@ -92,14 +92,11 @@ def test_an_index_of_the_next_sequence_is_an_error(number, is_paged):
     given[0, 1, 0, 2] = number
     wrong, sentence = replace(right, indices=given), f"indices hold {number}; they must be below {KEYS}, the length of"
     more = {"weight_uk": draw(HEADS, 4, RANK).bfloat16(), "weight_uv": draw(HEADS, 5, RANK, seed=1).bfloat16()}
-    held = {"q_nope": draw(BATCH, 3, HEADS, 4).bfloat16(), "q_rope": right.query_rope, **more}
-    named = {name: value for name, value in vars(wrong).items() if name not in ("query", "query_rope")}
-    plain = mla_attention.Arguments(**held, **named)
-    for operator, a in ((latent_attention.operator, wrong), (mla_attention.operator, plain)):
+    for a in (wrong, replace(wrong, query=draw(BATCH, 3, HEADS, 4).bfloat16(), **more)):
         with pytest.raises(ValueError, match=sentence):
-            operator.overload(**vars(a))
+            attention.operator.overload(**vars(a))
         with pytest.raises(ValueError, match=sentence):
-            compiled_call(operator, a)
+            compiled_call(attention.operator, a)
 
 
 @pytest.mark.slow
@@ -107,9 +104,9 @@ def test_an_index_of_the_next_sequence_is_an_error(number, is_paged):
 def test_loops_refuse_an_index_of_the_next_sequence(is_paged):
     """No kernel is for float64. Loops refuse a number in a table that names no block alike."""
     right = doubled(call(1, is_paged=is_paged))
-    found, code = compiled_call(latent_attention.operator, right)
-    assert KERNEL not in code and error(found, latent_attention.body(right)[0]) <= 1e-12
+    found, code = compiled_call(attention.operator, right)
+    assert KERNEL not in code and error(found, attention.body(right)[0]) <= 1e-12
     given = right.indices.clone()
     given[0, 0, 0, 2] = KEYS
     with pytest.raises(RuntimeError, match="index out of bounds"):
-        compiled_call(latent_attention.operator, replace(right, indices=given))
+        compiled_call(attention.operator, replace(right, indices=given))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from lib.kernels import compiled, compiled_call, doubled, draw, error
 from mla_fx.lowering.cpu import chosen_keys, prompts
-from mla_fx.lowering.loops import mla_attention as loops
+from mla_fx.lowering.loops import attention as loops
 
-from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.attention import heads
+from mla_fx.ops.emitted.attention import operator as attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -29,9 +30,9 @@ def call(tokens, chosen=CHOSEN, *, is_paged=False, **options):
     indices = draw(BATCH, tokens, 1, KEYS, seed=2).argsort(-1)[..., :chosen].to(torch.int32)
     indices[..., chosen - 6 :] = -1
     indices[0, tokens - 1] = -1
-    given = {"mask": None, "block_table": table if is_paged else None, "indices": indices, "scale": 0.2, **options}
-    operands = *queries, pool[..., :RANK], pool[..., RANK:], up[:, :NOPE], up[:, NOPE:]
-    return mla_attention.Arguments(*operands, **given)
+    given = {"block_table": table if is_paged else None, "indices": indices, "scale": 0.2, **options}
+    weights = {"weight_uk": up[:, :NOPE], "weight_uv": up[:, NOPE:]}
+    return attention.Arguments(*queries, pool[..., :RANK], pool[..., RANK:], **weights, **given)
 
 
 CALLS = {
@@ -48,25 +49,25 @@ CALLS = {
     "numbers of each head, chosen rows": call(30, 12, mask=draw(BATCH, HEADS, 30, KEYS)),
     "sinks": call(30, sinks=draw(HEADS)),
     "sinks, chosen rows": call(30, 12, sinks=draw(HEADS)),
-    "no rotary part": replace(call(30), q_rope=None, kr_cache=None),
+    "no rotary part": replace(call(30), query_rope=None, kr_cache=None),
 }
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Parts so small that there are several, the last one smaller than the others."""
-    for module, name, size in ((mla_attention, "ROWS", 8), (prompts, "ROWS", 8), (prompts, "KEYS", 1)):
+    for module, name, size in ((heads, "ROWS", 8), (prompts, "ROWS", 8), (prompts, "KEYS", 1)):
         monkeypatch.setattr(module, name, size)
 
 
 def check(found, a):
-    exact = mla_attention.body(doubled(a))[0]
-    assert error(found, exact) <= 2 * error(mla_attention.body(a)[0], exact) + 2**-8
+    exact = attention.body(doubled(a))[0]
+    assert error(found, exact) <= 2 * error(attention.body(a)[0], exact) + 2**-8
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_the_kernel(small, name):
-    found, code = compiled_call(mla_attention.operator, CALLS[name])
+    found, code = compiled_call(attention.operator, CALLS[name])
     assert KERNEL in code
     check(found, CALLS[name])
 
@@ -75,9 +76,9 @@ def test_compiled_code_calls_the_kernel(small, name):
 def test_all_forms_are_the_same(small, name):
     """Targets without kernels, packages, and the check of a rewrite have their own."""
     a = CALLS[name]
-    check(mla_attention.kernel(a)[0], a)
+    check(attention.kernel(a)[0], a)
     check(loops.from_copies(a)[0], a)
-    torch.testing.assert_close(chosen_keys.run_prompt(doubled(a))[0], mla_attention.body(doubled(a))[0])
+    torch.testing.assert_close(chosen_keys.run_prompt(doubled(a))[0], attention.body(doubled(a))[0])
 
 
 def test_symbolic_sizes_choose_at_each_call(monkeypatch):
@@ -86,21 +87,21 @@ def test_symbolic_sizes_choose_at_each_call(monkeypatch):
     in_parts = prompts.in_parts
     monkeypatch.setattr(prompts, "in_parts", lambda a: taken.append(a.mask.shape) or in_parts(a))
 
-    def attend(q_nope, q_rope, kv_cache, kr_cache, indices):
-        operands = q_nope, q_rope, kv_cache, kr_cache, whole.weight_uk, whole.weight_uv, None
+    weights = {"weight_uk": whole.weight_uk, "weight_uv": whole.weight_uv}
+
+    def attend(*operands):
+        *rows, indices = operands
         options = {"indices": indices, "scale": 0.2, "max_absorbed_tokens": 10}
-        return torch.ops.mla_fx.mla_attention(*operands, **options)[0]
+        return torch.ops.mla_fx.attention(*rows, **weights, **options)[0]
 
     def operands(tokens, keys, chosen):
         indices = torch.where(whole.indices < keys, whole.indices, -1)[:, :tokens, :, :chosen]
         caches = (cache[:, :keys].contiguous() for cache in (whole.kv_cache, whole.kr_cache))
-        return whole.q_nope[:, :tokens], whole.q_rope[:, :tokens], *caches, indices.sort(-1, descending=True).values
+        return whole.query[:, :tokens], whole.query_rope[:, :tokens], *caches, indices.sort(-1, descending=True).values
 
     _, code, step = compiled(attend, *operands(30, 96, 40), dynamic=True)
     assert KERNEL in code
     for sizes in ((29, 90, 12), (28, 96, 30), (9, 96, 30), (8, 70, 7)):
-        q_nope, q_rope, kv_cache, kr_cache, indices = operands(*sizes)
-        given = q_nope, q_rope, kv_cache, kr_cache, whole.weight_uk, whole.weight_uv, None
-        exact = mla_attention.Arguments(*given, indices=indices, scale=0.2)
-        check(step(q_nope, q_rope, kv_cache, kr_cache, indices), exact)
+        *rows, indices = operands(*sizes)
+        check(step(*rows, indices), attention.Arguments(*rows, **weights, indices=indices, scale=0.2))
     assert taken == [(BATCH, 1, 30, 96), (BATCH, 1, 28, 96)]

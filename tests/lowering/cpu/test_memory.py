@@ -13,7 +13,7 @@ BEGIN = f"""
 import resource
 import torch
 from mla_fx.lowering.cpu import attention_over_rows, few_rows, lightning_index
-from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.attention.arguments import Arguments
 from mla_fx.ops.emitted.lightning_index import Arguments as Index
 
 torch.set_num_threads(2)

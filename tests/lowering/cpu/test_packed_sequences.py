@@ -2,6 +2,8 @@
 
 The oracle is the body of the operator in float64, over the same numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lib.kernels import compiled_call, doubled, draw, error
@@ -9,8 +11,10 @@ from mla_fx.lowering.cpu import heads_over_rows
 from mla_fx.lowering.cpu import packed_sequences as lowering
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import mla_attention
-from mla_fx.ops.emitted.mla_attention import Arguments, body
+from mla_fx.ops.emitted.attention import operator as attention
+from mla_fx.ops.emitted.attention.arguments import Arguments
+from mla_fx.ops.emitted.attention.operator import body
+from mla_fx.ops.emitted.attention.parts import of_heads
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 HEADS, NOPE, RANK, ROPE, VALUE = 5, 16, 24, 8, 12
@@ -22,8 +26,8 @@ def call(*lens, dtype=torch.bfloat16, has_rope=True, is_causal=True):
     widths = (HEADS, NOPE), (HEADS, ROPE), (RANK,), (ROPE,)
     rows = [draw(1, sum(lens), *width, seed=seed).to(dtype) for seed, width in enumerate(widths)]
     rows = [value if has_rope or width[-1] != ROPE else None for value, width in zip(rows, widths, strict=True)]
-    weights = up[:, :NOPE].to(dtype), up[:, NOPE:].to(dtype)
-    return Arguments(*rows, *weights, None, lens=[*lens], scale=0.2, is_causal=is_causal)
+    weights = {"weight_uk": up[:, :NOPE].to(dtype), "weight_uv": up[:, NOPE:].to(dtype)}
+    return Arguments(*rows, **weights, lens=[*lens], scale=0.2, is_causal=is_causal)
 
 
 def check(a):
@@ -35,7 +39,7 @@ def check(a):
 @pytest.fixture
 def fast(monkeypatch):
     """The kernel, whatever the machine multiplies fast."""
-    monkeypatch.setattr(heads_over_rows, "is_fast", lambda a: a.q_nope.dtype == torch.bfloat16)
+    monkeypatch.setattr(heads_over_rows, "is_fast", lambda a: a.query.dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("lens", ALL_LENS)
@@ -57,22 +61,21 @@ def test_keys_of_one_long_sequence_are_taken_in_parts(fast, threads):
     torch.set_num_threads(threads)
     try:
         a = call(3, 700)
-        some = Arguments(*(value[:, :, :1] for value in (a.q_nope, a.q_rope)), a.kv_cache,
-                         a.kr_cache, a.weight_uk[:1], a.weight_uv[:1], None, lens=a.lens, scale=0.2)  # fmt: skip
-        check(some)
+        check(replace(of_heads(a, slice(0, 1)), is_causal=False))
     finally:
         torch.set_num_threads(before)
 
 
 def test_operands_may_have_any_strides(fast):
     a = call(4, 6)
-    strided = [value.mT.contiguous().mT for value in (a.q_nope, a.q_rope, a.kv_cache, a.kr_cache)]
-    check(Arguments(*strided, a.weight_uk.clone(), a.weight_uv, None, lens=a.lens, scale=0.2, is_causal=True))
+    names = "query", "query_rope", "kv_cache", "kr_cache"
+    strided = {name: getattr(a, name).mT.contiguous().mT for name in names}
+    check(replace(a, **strided, weight_uk=a.weight_uk.clone()))
 
 
 def test_compiled_code_calls_it_where_pairs_are_multiplied(fast):
     a = call(10, 14)
-    found, code = compiled_call(mla_attention.operator, a)
+    found, code = compiled_call(attention.operator, a)
     assert "torch.ops.mla_fx.packed_mla_attention_over_rows.default" in code
     torch.testing.assert_close(found, lowering._run(a)[0], rtol=0, atol=0)
 
@@ -82,6 +85,6 @@ def test_loops_attend_to_one_sequence_after_the_other():
     a = call(10, 14, dtype=torch.float32)
     with pytest.raises(NoMatch, match="loops are for other dtypes and machines"):
         lowering.lower(a)
-    found, code = compiled_call(mla_attention.operator, a)
+    found, code = compiled_call(attention.operator, a)
     assert "mla_fx.packed_mla" not in code
     torch.testing.assert_close(found, body(a)[0], rtol=1e-4, atol=1e-5)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from lib.kernels import compiled_call, doubled, error
 from lib.prompt_calls import BATCH, CALLS, KEYS, NOPE, VALUE, call
+from mla_fx.lowering.cpu import attention as lowering
 from mla_fx.lowering.cpu import heads_over_rows, prompts
-from mla_fx.lowering.cpu import mla_attention as lowering
 
-from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.attention import heads
+from mla_fx.ops.emitted.attention import operator as attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -28,17 +29,17 @@ def small(monkeypatch):
 @pytest.mark.parametrize("name", CALLS)
 def test_parts_are_the_whole(small, name):
     a = CALLS[name]
-    exact = mla_attention.body(doubled(a))[0]
-    assert error(prompts.in_parts(a)[0], exact) <= 2 * error(mla_attention.body(a)[0], exact) + 2**-8
+    exact = attention.body(doubled(a))[0]
+    assert error(prompts.in_parts(a)[0], exact) <= 2 * error(attention.body(a)[0], exact) + 2**-8
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_heads_are_sequences_of_attention_over_rows(small, name):
     a = CALLS[name]
     out, lse = heads_over_rows.attend(replace(a, return_lse=a.sinks is None))
-    exact, plain = mla_attention.body(doubled(a))[0], mla_attention.body(a)[0]
+    exact, plain = attention.body(doubled(a))[0], attention.body(a)[0]
     assert error(out, exact) <= 2 * error(plain, exact) + 2**-8
-    sums = mla_attention.body(doubled(replace(a, return_lse=a.sinks is None)))[1]
+    sums = attention.body(doubled(replace(a, return_lse=a.sinks is None)))[1]
     torch.testing.assert_close(lse.double(), sums, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(out, heads_over_rows.attend(a)[0], rtol=0, atol=0)
 
@@ -53,8 +54,8 @@ def test_blocks_of_rows_skip_what_they_do_not_see(steps, kind):
         "first token": {"is_causal": True},
     }
     a = call(steps=steps, keys=keys, **masks[kind])
-    exact = mla_attention.body(doubled(a))[0]
-    assert error(heads_over_rows.attend(a)[0], exact) <= 2 * error(mla_attention.body(a)[0], exact)
+    exact = attention.body(doubled(a))[0]
+    assert error(heads_over_rows.attend(a)[0], exact) <= 2 * error(attention.body(a)[0], exact)
 
 
 def test_rows_after_a_length_of_a_cache_are_not_read():
@@ -78,9 +79,9 @@ def test_keys_that_no_row_of_a_part_sees_are_not_read(small, monkeypatch):
 
 def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
     a = CALLS["condition"]
-    assert "mla_attention_over_rows" not in compiled_call(mla_attention.operator, a)[1]
-    monkeypatch.setattr(mla_attention, "FEW_SCORES", 1)
-    found, code = compiled_call(mla_attention.operator, a)
+    assert "mla_attention_over_rows" not in compiled_call(attention.operator, a)[1]
+    monkeypatch.setattr(heads, "FEW_SCORES", 1)
+    found, code = compiled_call(attention.operator, a)
     assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
     torch.testing.assert_close(found, prompts.in_parts(a)[0], rtol=0, atol=0)
     assert lowering.lower(a) is lowering.chosen_by_call
@@ -91,10 +92,10 @@ def test_heads_over_rows_are_called_where_pairs_are_multiplied(monkeypatch):
         monkeypatch.setattr(heads_over_rows, "is_fast", lambda a: True)
         monkeypatch.setattr(heads_over_rows, "FEW_SCORES", 0)
         a = CALLS[name]
-        found, code = compiled_call(mla_attention.operator, a)
+        found, code = compiled_call(attention.operator, a)
         assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
         torch.testing.assert_close(found, heads_over_rows.attend(a)[0], rtol=0, atol=0)
         a = replace(a, return_lse=True)
-        found, code = compiled_call(mla_attention.operator, a)
+        found, code = compiled_call(attention.operator, a)
         assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
         torch.testing.assert_close(found, heads_over_rows.attend(a), rtol=0, atol=0)

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mla_fx
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import latent_attention, mla_attention
+from mla_fx.ops.emitted.attention import operator as attention
 from mla_fx.target import Instead, modules_of_operators
 
 pytest.importorskip("triton")
@@ -60,7 +60,7 @@ def latent(heads=64, tokens=1, dtype=torch.bfloat16, device="cuda", given=None, 
     kind = {"dtype": dtype, "device": device}
     rank, rope = sizes.get("rank", 512), sizes.get("rope", 64)
     operands = empty(2, tokens, heads, rank, **kind), empty(2, tokens, heads, rope, **kind), *caches(**sizes, **kind)
-    options = {"mask": None, "block_table": table(device), "scale": 0.1, **(given or {})}
+    options = {"block_table": table(device), "scale": 0.1, **(given or {})}
     names = "query", "query_rope", "kv_cache", "kr_cache"
     return {**dict(zip(names, operands, strict=True)), **options}
 
@@ -68,10 +68,10 @@ def latent(heads=64, tokens=1, dtype=torch.bfloat16, device="cuda", given=None, 
 def plain(heads=64, tokens=1, dtype=torch.bfloat16, absorbed=128):
     kind = {"dtype": dtype, "device": "cuda"}
     operands = empty(2, tokens, heads, 128, **kind), empty(2, tokens, heads, 64, **kind), *caches(**kind)
-    names = "q_nope", "q_rope", "kv_cache", "kr_cache", "weight_uk", "weight_uv"
+    names = "query", "query_rope", "kv_cache", "kr_cache"
     up = empty(heads, 128, 512, **kind)
-    options = {"mask": None, "block_table": table(), "scale": 0.1, "max_absorbed_tokens": absorbed}
-    return {**dict(zip(names, (*operands, up, up), strict=True)), **options}
+    options = {"block_table": table(), "weight_uk": up, "weight_uv": up, "scale": 0.1, "max_absorbed_tokens": absorbed}
+    return {**dict(zip(names, operands, strict=True)), **options}
 
 
 def other(*args, **kwargs):
@@ -79,10 +79,9 @@ def other(*args, **kwargs):
     return other
 
 
-def lowered(name, kernels, arguments):
+def lowered(kernels, arguments):
     others = dict.fromkeys(cuda.LOWERINGS, other)
-    entry = mla_fx.ops.catalogue()[name].overload
-    return cuda.lowerings(others, kernels)[entry](**arguments)
+    return cuda.lowerings(others, kernels)[attention.operator.overload](**arguments)
 
 
 
@@ -98,23 +97,23 @@ def test_auto_takes_flash_mla_where_its_limits_hold(heads, dtype, fake):
     taken = {"auto": "flash_mla", "flash_mla": "flash_mla", "triton": "split_keys", "flashinfer": "flashinfer"}
     for tokens, return_lse, kernels in itertools.product((1, 16), (False, True), taken):
         a = latent(heads, tokens, dtype) | {"return_lse": return_lse}
-        assert calls(lowered("latent_attention", kernels, a), taken[kernels])
+        assert calls(lowered(kernels, a), taken[kernels])
 
 
 def test_absorbed_queries_go_to_a_library_too(fake):
-    module = cuda.LOWERINGS[mla_attention.operator.overload]
+    module = cuda.LOWERINGS[attention.operator.overload]
     for kernels, library in LIBRARIES.items():
-        function = module.lower_to(library, mla_attention.Arguments(**plain()))
-        assert function is module.lower_to(library, mla_attention.Arguments(**plain())), "equal calls are traced once"
-        assert not isinstance(lowered("mla_attention", kernels, plain()), Instead)
+        function = module.lower_to(library, attention.Arguments(**plain()))
+        assert function is module.lower_to(library, attention.Arguments(**plain())), "equal calls are traced once"
+        assert not isinstance(lowered(kernels, plain()), Instead)
 
 
 def test_no_library_if_the_number_of_tokens_is_a_symbol(fake):
     tokens = fake.shape_env.create_unbacked_symint()
     torch._check(tokens >= 2)
-    module = cuda.LOWERINGS[mla_attention.operator.overload]
+    module = cuda.LOWERINGS[attention.operator.overload]
     with pytest.raises(NoMatch, match="it chooses its form by the number of query tokens of each call"):
-        module.lower_to(flash_mla, mla_attention.Arguments(**plain(tokens=tokens)))
+        module.lower_to(flash_mla, attention.Arguments(**plain(tokens=tokens)))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -125,7 +124,7 @@ def test_what_is_traced(library, mode):
     tensors = {name: value for name, value in a.items() if isinstance(value, torch.Tensor)}
 
     def traced(given):
-        return LIBRARIES[library].attend(latent_attention.Arguments(**{**a, **given}, return_lse=True))
+        return LIBRARIES[library].attend(attention.Arguments(**{**a, **given}, return_lse=True))
 
     out, lse = make_fx(traced, tracing_mode=mode)(tensors).graph.find_nodes(op="output")[0].args[0]
     assert out.meta["val"].shape == (2, 2, 64, 512) and lse.meta["val"].shape == (2, 2, 64)
@@ -177,17 +176,17 @@ SENTENCES = [
 def test_refused(kernels, sentence, made, fake):
     arguments = made()
     with pytest.raises(NoMatch, match=f"^{sentence}"):
-        LIBRARIES[kernels].check(latent_attention.Arguments(**arguments), arguments["query"])
-    asked = lowered("latent_attention", kernels, arguments)
+        LIBRARIES[kernels].check(attention.Arguments(**arguments), arguments["query"])
+    asked = lowered(kernels, arguments)
     assert isinstance(asked, Instead) and asked.reason.startswith(f"it does not go to {kernels}: ")
-    assert not isinstance(lowered("latent_attention", "auto", arguments), Instead), "nothing was asked for"
+    assert not isinstance(lowered("auto", arguments), Instead), "nothing was asked for"
 
 
 def test_prompts_and_absorbed_queries_of_float16(fake):
     """Absorbed queries of float16 are float32, whose range they need."""
-    found = lowered("mla_attention", "flash_mla", plain(absorbed=0))
+    found = lowered("flash_mla", plain(absorbed=0))
     assert found.reason == "it does not go to flash_mla: it takes absorbed queries"
-    found = lowered("mla_attention", "flash_mla", plain(dtype=torch.float16))
+    found = lowered("flash_mla", plain(dtype=torch.float16))
     assert "query has dtype torch.float32; flash_mla takes torch.float16" in found.reason
 
 
@@ -197,33 +196,33 @@ CHIPS = {(8, 0): ["flashinfer"], (9, 0): ["flash_mla", "flashinfer"], (10, 0): [
 @pytest.mark.parametrize("chip", CHIPS)
 def test_chips(chip, fake, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
-    taken = [name for name in LIBRARIES if not isinstance(lowered("latent_attention", name, latent()), Instead)]
+    taken = [name for name in LIBRARIES if not isinstance(lowered(name, latent()), Instead)]
     assert taken == CHIPS[chip]
     if "flash_mla" not in taken:
-        reason = lowered("latent_attention", "flash_mla", latent()).reason
+        reason = lowered("flash_mla", latent()).reason
         assert reason.endswith(f"the device's sm is {chip[0]}{chip[1]}; flash_mla takes 90")
 
 
 def test_libraries_that_cannot_be_used(fake, monkeypatch):
     def reason():
-        return lowered("latent_attention", "flash_mla", latent()).reason.removeprefix("it does not go to flash_mla: ")
+        return lowered("flash_mla", latent()).reason.removeprefix("it does not go to flash_mla: ")
 
     stand_ins.install(monkeypatch, **stand_ins.OF_SGL)
-    assert calls(lowered("latent_attention", "auto", latent()), "flash_mla")
+    assert calls(lowered("auto", latent()), "flash_mla")
     stand_ins.install(monkeypatch, **{**stand_ins.OF_SGL, "has_legacy": lambda: False})
     assert reason() == "flash_mla was built without dense decoding"
     stand_ins.install(monkeypatch, **stand_ins.WITHOUT_DENSE)
     assert reason() == "this release of flash_mla has no dense decoding"
     monkeypatch.setitem(sys.modules, "flash_mla", None)
     assert reason().startswith("flash_mla cannot be imported: ")
-    assert calls(lowered("latent_attention", "auto", latent()), "split_keys")
+    assert calls(lowered("auto", latent()), "split_keys")
 
 
 def test_a_call_that_nothing_takes_has_both_reasons(fake):
     def refuses(*args, **kwargs):
         raise NoMatch("it reads pages")
 
-    entry = mla_fx.ops.catalogue()["latent_attention"].overload
+    entry = attention.operator.overload
     others = dict.fromkeys(cuda.LOWERINGS, refuses)
     with pytest.raises(NoMatch, match=r"^it reads pages; it does not go to flash_mla: query has S = 17"):
         cuda.lowerings(others, "flash_mla")[entry](**latent(tokens=17))
@@ -231,9 +230,9 @@ def test_a_call_that_nothing_takes_has_both_reasons(fake):
 
 @pytest.mark.slow
 def test_the_report_says_why_a_call_does_not_go_to_the_library():
-    a = latent_attention.Arguments(**latent(device="cpu", heads=2, given={"block_table": table("cpu").zero_()}))
+    a = attention.Arguments(**latent(device="cpu", heads=2, given={"block_table": table("cpu").zero_()}))
     for kernels, wanted in (("flash_mla", True), ("auto", False), ("triton", False)):
         with mla_fx.report() as report:
-            compiled_call(latent_attention.operator, a, kernels=kernels)
+            compiled_call(attention.operator, a, kernels=kernels)
         sentence = "latent_attention: it does not go to flash_mla: the device is cpu; flash_mla takes cuda"
         assert (sentence in str(report)) is wanted

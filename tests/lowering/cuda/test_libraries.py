@@ -10,7 +10,7 @@ from lib.kernels import compiled, draw, error
 from lib.latent_calls import check_means_body
 
 from mla_fx.ops.common.define import on_arguments
-from mla_fx.ops.emitted import latent_attention
+from mla_fx.ops.emitted.attention import operator as attention
 from mla_fx.target import modules_of_operators
 
 pytest.importorskip("triton")
@@ -40,8 +40,8 @@ def call(batch=3, tokens=1, dtype=torch.bfloat16, **options):
     pool = draw(POOL, PAGE, 576).to(dtype)
     table = torch.randint(-POOL, POOL, (batch, BLOCKS), generator=torch.Generator().manual_seed(batch))
     queries = (draw(batch, tokens, HEADS, width, seed=1).to(dtype) for width in (512, 64))
-    given = {"mask": None, "block_table": table, "scale": 0.05, **options}
-    return latent_attention.Arguments(*queries, pool[..., :512], pool[..., 512:], **given)
+    given = {"block_table": table, "scale": 0.05, **options}
+    return attention.Arguments(*queries, pool[..., :512], pool[..., 512:], **given)
 
 
 def run(library, a):
@@ -152,7 +152,7 @@ def test_layers_share_the_conversion_of_lengths_and_tables(library, monkeypatch)
     monkeypatch.setattr(library, "check", lambda a, query: None)
     found = {entry.overload: module for entry, module in modules_of_operators("mla_fx.lowering.cuda")}
     monkeypatch.setattr(cuda, "LOWERINGS", found)
-    attend, first, second = torch.ops.mla_fx.latent_attention.default, CALLS["drafts"], moved(CALLS["drafts"], 0)
+    attend, first, second = torch.ops.mla_fx.attention.default, CALLS["drafts"], moved(CALLS["drafts"], 0)
 
     def layers(query, rope, pool, other, lens, table):
         for cache in (pool, other):
@@ -163,7 +163,7 @@ def test_layers_share_the_conversion_of_lengths_and_tables(library, monkeypatch)
     pools = (a.kv_cache.as_strided((POOL, PAGE, 576), a.kv_cache.stride()) for a in (first, second))
     inputs = first.query, first.query_rope, *pools, first.context_lens, first.block_table
     with torch.library._scoped_library("mla_fx", "IMPL") as kernels:
-        run = on_arguments(library.run, latent_attention.Arguments)
+        run = on_arguments(library.run, attention.Arguments)
         kernels.impl(f"attention_by_{library.KERNEL}", run, "CPU")
         out, code, _ = compiled(layers, *inputs, options={"kernels": library.KERNEL})
     calls = code.partition("def call(")[2].partition("def get_args")[0]

@@ -11,14 +11,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import latent_attention, lightning_index, mla_attention
-from mla_fx.ops.emitted.codes import CODES
+from mla_fx.ops.emitted import lightning_index
+from mla_fx.ops.emitted.attention import operator as attention
+from mla_fx.ops.emitted.attention.codes import CODES
 from mla_fx.target import first_of, modules_of_operators
 
 pytest.importorskip("triton")
 from mla_fx.lowering.cuda import split_keys
 
 KERNELS = "attention_over_split_keys", "index_scores_in_tiles"
+OPERATORS = dict.fromkeys(("latent_attention", "mla_attention"), "attention")  # of forms
 TOKENS, CHOSEN = 1, 32
 
 
@@ -33,7 +35,7 @@ def modules():
 
 
 def module_of(name):
-    return modules()[name.partition(",")[0]]
+    return modules()[OPERATORS.get(name.partition(",")[0], name)]
 
 
 def empty(*shape, dtype=torch.bfloat16, device="cuda"):
@@ -42,7 +44,7 @@ def empty(*shape, dtype=torch.bfloat16, device="cuda"):
 
 def latent(tokens=TOKENS, rank=512, **kind):
     operands = empty(2, tokens, 16, rank, **kind), empty(2, tokens, 16, 64, **kind)
-    return latent_attention.Arguments(*operands, *caches(rank, **kind), None, scale=0.1)
+    return attention.Arguments(*operands, *caches(rank, **kind), None, scale=0.1)
 
 
 def caches(rank=512, **kind):
@@ -52,7 +54,7 @@ def caches(rank=512, **kind):
 def plain(tokens=TOKENS, rank=512, absorbed=128, **kind):
     operands = empty(2, tokens, 16, 128, **kind), empty(2, tokens, 16, 64, **kind), *caches(rank, **kind)
     up = empty(16, 128, rank, **kind)
-    return mla_attention.Arguments(*operands, up, up, None, scale=0.1, max_absorbed_tokens=absorbed)
+    return attention.Arguments(*operands, weight_uk=up, weight_uv=up, scale=0.1, max_absorbed_tokens=absorbed)
 
 
 def sparse(tokens=TOKENS, **kind):
@@ -110,7 +112,7 @@ def calls_of(lowered, a):
 
 
 def test_every_lowering_is_tested():
-    assert set(modules()) == {name.partition(",")[0] for name in CALLS}
+    assert set(modules()) == {OPERATORS.get(name.partition(",")[0], name) for name in CALLS}
 
 
 LATENT = "latent_attention", "latent_attention, return_lse", "mla_attention", "mla_attention, return_lse"
@@ -136,14 +138,14 @@ def test_few_tokens_are_absorbed_if_their_number_is_a_symbol(fake):
     """Both forms are traced, and the absorbed one is the kernel's."""
     tokens = fake.shape_env.create_unbacked_symint()
     torch._check(tokens >= 2)
-    lowered = modules()["mla_attention"].lower(plain(tokens))
+    lowered = modules()["attention"].lower(plain(tokens))
     assert lowered.__name__ == "chosen"
     with pytest.raises(NoMatch, match="it chooses its form by the number of query tokens of each call"):
-        modules()["mla_attention"].lower(with_lse(plain)(tokens))
+        modules()["attention"].lower(with_lse(plain)(tokens))
 
 
 def test_other_calls_have_the_lowering_of_other_devices(fake):
-    lower = first_of(modules()["latent_attention"], lambda *given, **options: "other")
+    lower = first_of(modules()["attention"], lambda *given, **options: "other")
     a = latent(tokens=32)
     assert lower(a.query, a.query_rope, a.kv_cache, a.kr_cache, None, scale=0.1) == "other"
 
@@ -152,6 +154,6 @@ def test_nothing_is_imported_without_a_device():
     from mla_fx.lowering import cuda
 
     assert bool(cuda.LOWERINGS) == cuda.IS_NVIDIA
-    others = {torch.ops.mla_fx.latent_attention.default: lambda *given: "other"}
+    others = {torch.ops.mla_fx.attention.default: lambda *given: "other"}
     if not cuda.IS_NVIDIA:
         assert cuda.lowerings(others, "flash_mla") == others

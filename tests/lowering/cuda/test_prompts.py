@@ -14,10 +14,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import mla_attention
+from mla_fx.ops.emitted.attention import heads
+from mla_fx.ops.emitted.attention import operator as attention
 
 pytest.importorskip("triton")
-from mla_fx.lowering.cuda import mla_attention as lowering
+from mla_fx.lowering.cuda import attention as lowering
 from mla_fx.lowering.cuda import prompts
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -41,7 +42,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("name", [*EXPRESSIBLE, *MORE])
 def test_parts_are_the_whole(small, name):
     a = {**EXPRESSIBLE, **MORE}[name]
-    exact, off = mla_attention.body(doubled(a))[0], error(mla_attention.body(a)[0], mla_attention.body(doubled(a))[0])
+    exact, off = attention.body(doubled(a))[0], error(attention.body(a)[0], attention.body(doubled(a))[0])
     assert error(prompts.run(a)[0], exact) <= 2 * off + 2**-8
     if name not in ("no mask", "first token"):
         assert bool(prompts.is_tame(a))
@@ -79,7 +80,7 @@ def test_no_part_holds_the_keys_of_all_heads(small, name):
     with Largest() as parts:
         prompts.run(a)
     with Largest() as whole:
-        mla_attention.tiled(a)
+        heads.tiled(a)
     assert whole.elements == BATCH * HEADS * keys * (NOPE + ROPE)
     assert parts.elements <= keys * (NOPE + ROPE)  # of one head, which is more than a part
 
@@ -99,7 +100,7 @@ def test_the_host_reads_no_number(small, name):
     assert unsafe in torch.ops.mla_fx.mla_attention_in_parts_under_mask.default.tags
 
 
-@pytest.mark.parametrize("where", ["kv_cache", "kr_cache", "q_nope", "q_rope", "weight_uk"])
+@pytest.mark.parametrize("where", ["kv_cache", "kr_cache", "query", "query_rope", "weight_uk"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e38])
 def test_large_numbers_under_a_mask_go_by_tiles(where, number):
     """A row that hides a key of NaN keeps its result."""
@@ -108,7 +109,7 @@ def test_large_numbers_under_a_mask_go_by_tiles(where, number):
     changed[0, -20 if where.startswith("k") else 0] = number
     a = replace(a, **{where: changed})
     assert not bool(prompts.is_tame(a))
-    found, wanted = prompts.run_under_mask(a)[0], mla_attention.tiled(a)[0]
+    found, wanted = prompts.run_under_mask(a)[0], heads.tiled(a)[0]
     torch.testing.assert_close(found, wanted, equal_nan=True, rtol=0, atol=0)
 
 
@@ -127,9 +128,9 @@ def empty(*shape, dtype=torch.bfloat16):
 def prompt(context=8192, tokens=4096, absorbed=0, **options):
     """128 heads: 8192 keys and values take 640 MiB."""
     queries = empty(1, tokens, 128, 128), empty(1, tokens, 128, 64)
-    operands = *queries, empty(1, context, 512), empty(1, context, 64), empty(128, 128, 512), empty(128, 128, 512)
-    given = {"mask": None, "scale": 0.1, "max_absorbed_tokens": absorbed, **options}
-    return mla_attention.Arguments(*operands, **given)
+    weights = {"weight_uk": empty(128, 128, 512), "weight_uv": empty(128, 128, 512)}
+    given = {**weights, "scale": 0.1, "max_absorbed_tokens": absorbed, **options}
+    return attention.Arguments(*queries, empty(1, context, 512), empty(1, context, 64), **given)
 
 
 @pytest.fixture

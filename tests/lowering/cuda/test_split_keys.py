@@ -21,8 +21,9 @@ from lib.latent_calls import (
     check_unseen_pages_are_not_read,
 )
 
-from mla_fx.ops.emitted import latent_attention
-from mla_fx.ops.emitted.codes import CODES, dtype_of
+from mla_fx.ops.emitted.attention import operator as attention
+from mla_fx.ops.emitted.attention import samples
+from mla_fx.ops.emitted.attention.codes import CODES, dtype_of
 
 pytest.importorskip("triton")
 from mla_fx.lowering.cuda import split_keys as kernel
@@ -71,7 +72,7 @@ def test_ranks_that_are_no_power_of_two():
     for rank, rope in ((48, 24), (20, 6), (80, 16)):
         queries, caches = ([draw(2, size, 3, width)[:, :, 0] for width in (rank, rope)] for size in (4, 50))
         queries = [query.unsqueeze(2).expand(-1, -1, 3, -1) for query in queries]
-        check_means_body(run, latent_attention.Arguments(*queries, *caches, None, scale=0.3, is_causal=True))
+        check_means_body(run, attention.Arguments(*queries, *caches, None, scale=0.3, is_causal=True))
 
 
 def test_memory_of_pages_that_no_query_sees_is_not_read():
@@ -83,7 +84,7 @@ def test_numbers_that_are_not_finite():
     a = call(2, 2, 3, 4, torch.float32)
     a.query[0, 1, 2, 3] = torch.nan
     a.query[1, 0, 0, 0] = torch.inf
-    out, wanted = run(a)[0], latent_attention.body(a)[0]
+    out, wanted = run(a)[0], attention.body(a)[0]
     assert torch.equal(out.isnan(), wanted.isnan())
     torch.testing.assert_close(out, wanted, equal_nan=True, rtol=1e-4, atol=1e-5)
 
@@ -96,7 +97,7 @@ def test_an_absorbed_query_that_float16_does_not_hold():
     a = replace(a, query=query, scale=a.scale * 2**-20)
     check_means_body(run, a)
     a.query[1, 0, 0, 3] = torch.inf
-    out, wanted = run(a)[0], latent_attention.body(a)[0]
+    out, wanted = run(a)[0], attention.body(a)[0]
     assert torch.equal(out.isnan(), wanted.isnan()) and bool(out[1, 0, 0].isnan().all())
 
 
@@ -167,7 +168,7 @@ def drawn(random):
     options = {"mask": None, "scale": random.choice((0.3, -0.2)), **options}
     if not pool.isnan().any() and random.random() < 0.4:
         operands, options = in_codes(random, operands, options)
-    return latent_attention.Arguments(*operands, **options)
+    return attention.Arguments(*operands, **options)
 
 
 def in_codes(random, operands, options):
@@ -179,4 +180,4 @@ def in_codes(random, operands, options):
         return *(random.choice((1, size)) for size in cache.shape[:2]), columns
 
     rotary = None if keys is None or random.random() < 0.5 else scales(keys)
-    return latent_attention.in_codes(operands, options, scales(latents), random.choice(CODES), rotary)
+    return samples.in_codes(operands, options, scales(latents), random.choice(CODES), rotary)

@@ -13,8 +13,8 @@ from torch import Tensor
 from mla_fx.ops.common.cache import from_nz
 from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_fractals, check_letters, readable
 
-from .attention import check_rotary
-from .codes import SCALES, check_latents, dequantised, numbers, of_rows
+from .arguments import Arguments
+from .codes import SCALES, dequantised, numbers, of_rows
 
 TILE = 512  # tokens gathered at a time: they fit a processor's cache, and make few tiles
 
@@ -32,25 +32,25 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
     return rows
 
 
-def unpaged(a: Any) -> Any:
+def unpaged(a: Arguments) -> Arguments:
     """The same call without a block table and codes: rows are copied out of pages, and codes become numbers."""
     if a.block_table is None:
         return dequantised(a)
     pages = {name: _in_rows(getattr(a, name)) for name in SCALES if getattr(a, name) is not None}
     scales = {name: of_rows(getattr(a, name), pages[cache]) for cache, name in SCALES.items() if cache in pages}
     held = {name: value for name, value in (pages | scales).items() if value is not None}
-    rows = {name: gathered(value, a.block_table).flatten(2) for name, value in held.items()}
+    rows: dict[str, Any] = {name: gathered(value, a.block_table).flatten(2) for name, value in held.items()}
     return dequantised(replace(a, **rows, block_table=None))
 
 
-def in_one_piece(a: Any) -> Any:
+def in_one_piece(a: Arguments) -> Arguments:
     """The same, with contexts as contiguous rows, [B, T, width]."""
     a = unpaged(a)
     kr_cache = None if a.kr_cache is None else a.kr_cache.contiguous()
     return replace(a, kv_cache=a.kv_cache.contiguous(), kr_cache=kr_cache)
 
 
-def without_codes(a: Any) -> Any:
+def without_codes(a: Arguments) -> Arguments:
     return a if a.kv_scales is None else unpaged(a)
 
 
@@ -81,18 +81,6 @@ def latent_tiles(
     tiles_of_scales = itertools.repeat(None) if own is None else (part for part, _, _ in tiles(own, block_table))
     for (rows, first, last), part in zip(tiles(_in_rows(pages), block_table), tiles_of_scales, strict=False):
         yield numbers(rows.flatten(2), part, dtype), first, last
-
-
-def check_operands(arguments: Any, letters: str, *skip: str) -> Sizes:
-    """Check queries, which come first and have these letters, and contexts, and devices and dtypes of all tensors but
-    those of `skip`. Return the sizes of axes."""
-    check_latents(arguments, "mask", "context_lens", "block_table", *skip)
-    sizes: Sizes = {}
-    query, rope, *_ = vars(arguments)
-    check_letters(arguments, sizes, **{query: letters})
-    check_rotary(rope, arguments, sizes)
-    check_contexts(arguments, sizes)
-    return sizes
 
 
 def check_contexts(arguments: Any, sizes: Sizes) -> None:

@@ -1,6 +1,6 @@
 """Packed sequences: their tokens follow one another, and each sequence attends to itself alone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,35 +10,38 @@ from torch import Tensor
 from mla_fx.ops.common.check import Sizes, known_to_differ
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .latent_attention import concatenated
+from .arguments import Arguments, Attend, Results
+from .latents import concatenated
 
 EXCLUDED = ("mask", "context_lens", "sinks", "block_table", "kv_scales", "kr_scales", "indices", "fill")
 
 
-def one_by_one(a: Any, attend: Callable[[Any], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """A call of mla_attention with lens by attention of one sequence."""
+def one_by_one(a: Arguments, attend: Attend) -> Results:
+    """A call with lens by attention of one sequence."""
     return concatenated(map(attend, sequences(a)))
 
 
-def sequences(a: Any) -> Iterator[Any]:
+def sequences(a: Arguments) -> Iterator[Arguments]:
     """The call of each sequence."""
+    assert a.lens is not None, "sequences are packed"
+    lens = a.lens
 
     def own(rows: Tensor | None) -> Sequence[Any]:
-        return [None] * len(a.lens) if rows is None else torch.split(rows, a.lens, 1)
+        return [None] * len(lens) if rows is None else torch.split(rows, lens, 1)
 
-    rows = map(own, (a.q_nope, a.q_rope, a.kv_cache, a.kr_cache))
-    for q_nope, q_rope, kv_cache, kr_cache in zip(*rows, strict=True):
-        yield replace(a, q_nope=q_nope, q_rope=q_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=None)
+    rows = map(own, (a.query, a.query_rope, a.kv_cache, a.kr_cache))
+    for query, query_rope, kv_cache, kr_cache in zip(*rows, strict=True):
+        yield replace(a, query=query, query_rope=query_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=None)
 
 
-def check_lens(a: Any, sizes: Sizes) -> None:
+def check_lens(a: Arguments, sizes: Sizes) -> None:
     """Check that lens are those of one row of tokens, and that nothing excludes them."""
     if a.lens is None:
         return
     for name in EXCLUDED:
         if getattr(a, name) is not None:
             raise ValueError(f"{name} is given and lens are given; packed sequences have causality alone.")
-    for axis, wanted, why in (("B", 1, ""), ("T", sizes["S"], ", the S of q_nope")):
+    for axis, wanted, why in (("B", 1, ""), ("T", sizes["S"], ", the S of query")):
         if known_to_differ(sizes[axis], wanted):
             raise ValueError(f"{axis} is {sizes[axis]} and lens are given; it must be {wanted}{why}.")
     if not a.lens or any(statically_known_true(length < 0) for length in a.lens):

@@ -1,4 +1,4 @@
-"""Lowers latent_attention to FusedInferAttentionScore over pages: queries [B,S,N,512] and [B,S,N,64], one key head."""
+"""Attention over latents by FusedInferAttentionScore over pages: queries [B,S,N,512] and [B,S,N,64], one key head."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted import mla_attention
-from mla_fx.ops.emitted.attention import fake_sums
-from mla_fx.ops.emitted.latent_attention import Arguments
-from mla_fx.ops.emitted.pages import READS_PAGES, context_of
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.pages import READS_PAGES, context_of
+from mla_fx.ops.emitted.attention.softmax import fake_sums
 from mla_fx.target import Compiled
 
-from .. import fused_infer_attention_score as kernel
-from .. import limits, sparse_flash_attention
-from ..causal_masks import checked
-from ..fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK, RULES
-from ..limits import Surface
-from ..prolog_form import PAGE_SIZES, page_size
-from .lightning_index import from_start
+from ... import fused_infer_attention_score as kernel
+from ... import limits
+from ...causal_masks import checked
+from ...fused_infer_attention_score import EXPANDED, KERNEL, LATENT_TOKENS, RANK, RULES
+from ...limits import Surface
+from ...prolog_form import PAGE_SIZES, page_size
+from ..lightning_index import from_start
+from . import sparse_flash_attention
 
-OPERATOR = "latent_attention"
 PAGE = 128  # tokens of a page, if the cache does not determine it
 
 
@@ -72,7 +71,7 @@ def refuse_pages(surface: Surface, kv_cache: Tensor, kr_cache: Tensor) -> None:
         raise NoMatch(f"kv_cache has {blocks} blocks and kr_cache {others}; {takes}")
 
 
-def attention(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
+def attention(surface: Surface, a: Arguments) -> Results:
     """[B,S,N,512] and [B,S,N]."""
     if not a.return_lse:
         return attend(surface, a)[0], fake_sums(a.query, a.return_lse)
@@ -108,13 +107,13 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
     return checked(out, a.mask, lengths), lse
 
 
-def logarithms(a: Arguments | mla_attention.Arguments, lse: Tensor, lengths: Tensor | None) -> Tensor:
+def logarithms(a: Arguments, lse: Tensor, lengths: Tensor | None) -> Tensor:
     """The kernel's, [B,S,N,1] as [B,S,N], for the lengths that it got. Plus infinity marks a row that sees no key."""
     lse = torch.where(lse == torch.inf, of_hidden_scores(a, lse), lse)
     return checked(lse, a.mask, lengths).squeeze(-1)
 
 
-def of_hidden_scores(a: Arguments | mla_attention.Arguments, lse: Tensor) -> Tensor | float:
+def of_hidden_scores(a: Arguments, lse: Tensor) -> Tensor | float:
     """Return the log-sum-exp of a row in which all scores are hidden."""
     if a.fill is None:
         return -torch.inf

@@ -1,5 +1,5 @@
-"""The operands of latent_attention and of lightning_index as kernels take them: addresses with strides, for CPUs and
-other devices alike. Letters are those of the operators."""
+"""The operands of attention over latents and of lightning_index as kernels take them: addresses with strides, for CPUs
+and other devices alike. Letters are those of the operators."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import lightning_index
-from .attention import aligned, fake_sums
+from mla_fx.ops.emitted import lightning_index
+
+from .arguments import Arguments
 from .codes import dtype_of, of_rows
-from .latent_attention import Arguments
 from .pages import context_of
+from .softmax import aligned, fake_sums
 
 
 def in_rows(value: Tensor | None) -> Any:

@@ -1,46 +1,21 @@
-"""Lowers latent_attention of few rows to products that are divided by the sum of a row at the end."""
+"""Attention over latents for compilers of loops: products that are divided by the sum of a row at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import statically_known_true
-from mla_fx.ops.emitted import latent_attention
-from mla_fx.ops.emitted.attention import aligned, column_of, fake_sums, masked, probabilities, scaled, share
-from mla_fx.ops.emitted.latent_attention import Arguments, in_numbers, scores, weighted
-from mla_fx.ops.emitted.pages import READS_PAGES, in_one_piece
-from mla_fx.ops.emitted.tiled_attention import count_of_scores, goes_by_tiles
-from mla_fx.target import Compiled
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.latents import in_numbers, scores, weighted
+from mla_fx.ops.emitted.attention.parts import of_sequences
+from mla_fx.ops.emitted.attention.softmax import aligned, column_of, fake_sums, masked, probabilities, scaled, share
+from mla_fx.ops.emitted.attention.tiles import count_of_scores
 
-Results = tuple[Tensor, Tensor]
-
-OPERATOR = "latent_attention"
 PART = 2**21  # scores at a time, at least; measured on a CPU
 MAX_PARTS = 4  # each part is compiled separately
-IN_TILES = "it works on tiles of query rows; a compiler would keep the scores of all rows"
-
-
-def lower(a: Arguments) -> Compiled:
-    if a.indices is not None:
-        return latent_attention.body
-    if a.block_table is not None:
-        raise NoMatch(READS_PAGES)
-    if a.return_lse:
-        return latent_attention.body
-    if goes_by_tiles(a.query, a.kv_cache.shape[1]):
-        raise NoMatch(IN_TILES)
-    return in_parts
-
-
-def from_copies(a: Arguments) -> Results:
-    """The same from a copy of the contexts, with all scores stored at once."""
-    a = in_one_piece(a)
-    return latent_attention.body(a) if a.return_lse else in_parts(a)
 
 
 def in_parts(a: Arguments) -> Results:
@@ -53,7 +28,7 @@ def _in_parts(a: Arguments) -> Tensor:
     if count == 1:
         return _undivided(a)
     size = a.query.shape[0] // count
-    return torch.cat([_undivided(_of_sequences(a, slice(part * size, (part + 1) * size))) for part in range(count)])
+    return torch.cat([_undivided(of_sequences(a, slice(part * size, (part + 1) * size))) for part in range(count)])
 
 
 def _undivided(a: Arguments) -> Tensor:
@@ -67,21 +42,6 @@ def _parts(a: Arguments) -> int:
     if a.query.device.type != "cpu" or scores is None:
         return 1
     return max(part for part in range(1, MAX_PARTS + 1) if part == 1 or (batch % part == 0 and scores >= part * PART))
-
-
-def _of_sequences(a: Arguments, part: slice) -> Arguments:
-    def cut(value: Tensor | None) -> Tensor | None:
-        return value if value is None or value.shape[0] == 1 else value[part]
-
-    return replace(
-        a,
-        query=a.query[part],
-        query_rope=cut(a.query_rope),
-        kv_cache=a.kv_cache[part],
-        kr_cache=cut(a.kr_cache),
-        mask=a.mask if a.mask is None or a.mask.dim() < 4 else cut(a.mask),
-        context_lens=cut(a.context_lens),
-    )
 
 
 def undivided(

@@ -1,4 +1,4 @@
-"""Lowers latent_attention to chosen keys to torch_npu.npu_sparse_flash_attention (SparseFlashAttention in graphs).
+"""Attention to chosen keys by torch_npu.npu_sparse_flash_attention (SparseFlashAttention in graphs).
 
 The source is op-plugin's document of that operator (August 2026), and sparse_flash_attention_tiling.cpp of
 ops-transformer."""
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.attention import fake_sums
-from mla_fx.ops.emitted.chosen_rows import seen_places
-from mla_fx.ops.emitted.latent_attention import Arguments
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.chosen_rows import seen_places
+from mla_fx.ops.emitted.attention.softmax import fake_sums
 from mla_fx.target import Compiled
 
-from . import causal_masks, limits
-from .fused_infer_attention_score import LATENT_HEADS, RANK, ROPE
-from .limits import A2, A3, Surface
-from .operators.lightning_index import PAGES, key_lengths, keys_of
+from ... import causal_masks, limits
+from ...fused_infer_attention_score import LATENT_HEADS, RANK, ROPE
+from ...limits import A2, A3, Surface
+from ..lightning_index import PAGES, key_lengths, keys_of
 
 KERNEL = "SparseFlashAttention"
 
@@ -45,8 +45,8 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
     return plain
 
 
-def plain(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
-    """The results of `mla_fx.latent_attention` without logarithms. Without a rotary part, the kernel gets one of zeros.
+def plain(surface: Surface, a: Arguments) -> Results:
+    """The results of `mla_fx.attention` without logarithms. Without a rotary part, the kernel gets one of zeros.
 
     Where all chosen keys of a row are hidden, the kernel averages over them, and the operator has zeros."""
     mask, a = a.mask, with_lengths(a)

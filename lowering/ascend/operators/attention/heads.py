@@ -1,4 +1,4 @@
-"""Lowers mla_attention to FusedInferAttentionScore over expanded keys and values: packed rows, any number of tokens.
+"""Attention of heads by FusedInferAttentionScore over expanded keys and values: packed rows, any number of tokens.
 
 Queries are [B*S,N,128] and [B*S,N,64], keys and values [B*T,N,128]. Without a rotary part, queries and keys may have
 192 columns, and then values may too."""
@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.attention import fake_sums
-from mla_fx.ops.emitted.mla_attention import CHOOSES, Arguments, is_chosen_at_run_time
-from mla_fx.ops.emitted.pages import READS_PAGES
+from mla_fx.ops.emitted.attention.arguments import CHOOSES, Arguments, Results, is_chosen_at_run_time
+from mla_fx.ops.emitted.attention.pages import READS_PAGES
+from mla_fx.ops.emitted.attention.softmax import fake_sums
 from mla_fx.target import Compiled
 
-from .. import fused_infer_attention_score as kernel
-from .. import limits
-from ..causal_masks import checked
-from ..fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL, ROPE, Lengths
-from ..limits import Surface
-from .latent_attention import logarithms
+from ... import fused_infer_attention_score as kernel
+from ... import limits
+from ...causal_masks import checked
+from ...fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL, ROPE, Lengths
+from ...limits import Surface
+from .latents import logarithms
 
-OPERATOR = "mla_attention"
 PACKED = "packed sequences are attended to one by one"
 CHOSEN = "no kernel attends to chosen keys with queries that are not absorbed"
 
@@ -52,50 +51,50 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
         takes = f"{KERNEL} takes expanded keys and values, which are not paged"
         raise NoMatch(f"block_table is given; {takes}")
     refuse_sizes(a)
-    limits.dtype("q_nope", a.q_nope, KERNEL, (torch.bfloat16,))
+    limits.dtype("query", a.query, KERNEL, (torch.bfloat16,))
     if a.sinks is not None:
         limits.dtype("sinks", a.sinks, KERNEL, (torch.bfloat16,))
-        limits.size("with sinks, weight_uv has Dv", a.weight_uv.shape[1], KERNEL, (EXPANDED,))
-    kernel.refuse_masks(surface, a, a.q_nope.shape[1])
+        limits.size("with sinks, weight_uv has Dv", a.weights[1].shape[1], KERNEL, (EXPANDED,))
+    kernel.refuse_masks(surface, a, a.query.shape[1])
     return attention
 
 
 def refuse_sizes(a: Arguments) -> None:
-    width, values = a.q_nope.shape[3], a.weight_uv.shape[1]
-    if a.q_rope is None:
-        what = "without a rotary part, q_nope has D"
+    width, values = a.query.shape[3], a.weights[1].shape[1]
+    if a.query_rope is None:
+        what = "without a rotary part, query has D"
         limits.size(what, width, KERNEL, tuple(EXPANDED_UNROTATED))
         limits.size("weight_uv has Dv", values, KERNEL, EXPANDED_UNROTATED.get(width, (EXPANDED,)))
         return
-    limits.size("q_nope has D", width, KERNEL, (EXPANDED,))
+    limits.size("query has D", width, KERNEL, (EXPANDED,))
     limits.size("weight_uv has Dv", values, KERNEL, (EXPANDED,))
-    limits.size("q_rope has Dr", a.q_rope.shape[3], KERNEL, (ROPE,))
+    limits.size("query_rope has Dr", a.query_rope.shape[3], KERNEL, (ROPE,))
 
 
-def attention(surface: Surface, a: Arguments) -> tuple[Tensor, Tensor]:
+def attention(surface: Surface, a: Arguments) -> Results:
     """[B,S,N,128] and [B,S,N]."""
     if not a.return_lse:
-        return attend(surface, a)[0], fake_sums(a.q_nope, a.return_lse)
+        return attend(surface, a)[0], fake_sums(a.query, a.return_lse)
     out, lse = attend(surface, a, return_softmax_lse=True)
     return out, logarithms(a, lse, lengths(a))
 
 
 def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tensor]:
     """[B,S,N,128], and the kernel's sums of each row, [B,S,N,1] if it returns them."""
-    batch, tokens, heads, _ = a.q_nope.shape
+    batch, tokens, heads, _ = a.query.shape
     positions = a.kv_cache.shape[1]
     latent = a.kv_cache.reshape(batch * positions, -1)
-    key, value = (up(latent, weight) for weight in (a.weight_uk, a.weight_uv))
+    key, value = (up(latent, weight) for weight in a.weights)
     seen = lengths(a)
     queries, keys = ends(a, seen)
     if a.sinks is not None:
         options["learnable_sink"] = a.sinks
-    if a.q_rope is not None and a.kr_cache is not None:
-        options["query_rope"] = a.q_rope.reshape(batch * tokens, heads, -1)
+    if a.query_rope is not None and a.kr_cache is not None:
+        options["query_rope"] = a.query_rope.reshape(batch * tokens, heads, -1)
         options["key_rope"] = a.kr_cache.reshape(batch * positions, 1, -1).expand(-1, heads, -1).contiguous()
     out, lse = kernel.attend_and_sum(
         surface,
-        a.q_nope.reshape(batch * tokens, heads, -1),
+        a.query.reshape(batch * tokens, heads, -1),
         key,
         value,
         actual_seq_qlen=queries,
@@ -114,12 +113,12 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
 def lengths(a: Arguments) -> Tensor | None:
     """The same as kernel.lengths, but for a mask no fewer than there are queries, which the kernel wants."""
     seen = kernel.lengths(a)
-    return seen if seen is None or a.mask is None else seen.clamp(min=a.q_nope.shape[1])
+    return seen if seen is None or a.mask is None else seen.clamp(min=a.query.shape[1])
 
 
 def ends(a: Arguments, seen: Tensor | None) -> tuple[Lengths, Lengths]:
     """The ends of queries and keys of all sequences, which lie one behind the other."""
-    batch, tokens = a.q_nope.shape[:2]
+    batch, tokens = a.query.shape[:2]
     positions, device = a.kv_cache.shape[1], a.kv_cache.device
     if seen is not None:
         return kernel.ends_of_parts(batch, tokens, seen, positions, device)

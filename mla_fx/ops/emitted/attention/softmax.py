@@ -108,15 +108,6 @@ def fake_sums(query: Tensor, return_lse: bool = True) -> Tensor:
     return query.new_empty(query.shape[:3] if return_lse else [0], dtype=accumulation_dtype(query.dtype))
 
 
-def check_rotary(name: str, arguments: Any, sizes: Sizes, letters: str = "B, S, N, Dr") -> None:
-    """Check that the queries `name` and kr_cache both have a rotary part, or neither."""
-    queries, keys = getattr(arguments, name), arguments.kr_cache
-    if (queries is None) != (keys is None):
-        given, missing = (name, "kr_cache") if keys is None else ("kr_cache", name)
-        raise ValueError(f"{given} is given and {missing} is None; a rotary part has both, or there is none.")
-    check_letters(arguments, sizes, **{name: letters})
-
-
 def check_mask(
     mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, fill: float | None, sizes: Sizes
 ) -> None:

@@ -1,34 +1,53 @@
-"""Lowers the absorbed form of mla_attention to attention_over_rows, and the expanded one to parts of a prompt."""
-
-from torch import Tensor
+"""Lowers attention to the kernel attention_over_rows, or to parts of a prompt."""
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted import mla_attention
-from mla_fx.ops.emitted.latent_attention import RESULTS
-from mla_fx.ops.emitted.mla_attention import (
+from mla_fx.ops.emitted.attention.arguments import (
+    RESULTS,
     Arguments,
-    has_few_scores,
+    Results,
     is_absorbed,
     is_chosen_at_run_time,
     is_masked,
 )
+from mla_fx.ops.emitted.attention.heads import absorbed, has_few_scores
+from mla_fx.ops.emitted.attention.operator import fake, kernel
+from mla_fx.ops.emitted.attention.pages import context_of
+from mla_fx.ops.emitted.attention.tiles import count_of_scores
 from mla_fx.target import Compiled
 
-from ..loops.mla_attention import absorbed_by, at_run_time, check_forms, tiled
+from ..loops.attention import absorbed_by, at_run_time, check_forms, from_copies, tiled
 from . import chosen_keys, heads_over_rows, packed_sequences, prompts
-from .attention_over_rows import attend, check_served, run
+from .attention_over_rows import MANY_SCORES, attend, check_served, run
 
-OPERATOR = "mla_attention"
+OPERATOR = "attention"
+FEW_SCORES = 2**13  # measured: with fewer, a call takes longer than loops that are compiled with what is around them
+FEW_KEYS = 2**8  # measured: with fewer, copying them takes less time than a call
 
 absorbed_over_rows = absorbed_by(attend)
 
 
 def lower(a: Arguments) -> Compiled:
+    return lower_latents(a) if a.weight_uk is None else lower_heads(a)
+
+
+def lower_latents(a: Arguments) -> Compiled:
+    """Lower a call without weights: to the kernel, or to loops over copies of few keys."""
+    if a.indices is not None:
+        check_served(a.query, a.kv_cache, a.indices)
+        return chosen_keys.attend
+    check_served(a.query, a.kv_cache, a.block_table)
+    context = context_of(a.kv_cache, a.block_table)
+    scores = count_of_scores(a.query, context)
+    is_small = scores is not None and scores <= (MANY_SCORES if context <= FEW_KEYS else FEW_SCORES)
+    return from_copies if is_small and not a.return_lse else attend
+
+
+def lower_heads(a: Arguments) -> Compiled:
     if a.return_lse:
         return lower_with_sums(a)
     if a.indices is not None:
-        check_served(a.q_nope, a.kv_cache, a.indices)
+        check_served(a.query, a.kv_cache, a.indices)
         return chosen_keys.attend_prompt
     if a.lens is not None:
         return packed_sequences.lower(a)
@@ -37,7 +56,7 @@ def lower(a: Arguments) -> Compiled:
         if _is_small(a) or not _is_better_called(a):
             raise NoMatch("compiled loops are for few scores, and for prompts without a mask")
         return chosen_by_call
-    check_served(a.q_nope, a.kv_cache, a.block_table)
+    check_served(a.query, a.kv_cache, a.block_table)
     if not chooses:
         return absorbed_over_rows
     try:
@@ -58,7 +77,7 @@ def lower_with_sums(a: Arguments) -> Compiled:
         if is_one_form and not heads_over_rows.has_many_scores(a):
             raise NoMatch("compiled loops are for few scores")
         return chosen_by_call
-    check_served(a.q_nope, a.kv_cache, a.block_table)
+    check_served(a.query, a.kv_cache, a.block_table)
     if not is_one_form or not is_absorbed(a):
         raise NoMatch("the kernel is for absorbed queries")
     return absorbed_over_rows
@@ -72,20 +91,20 @@ def _is_small(a: Arguments) -> bool:
 def _is_better_called(a: Arguments) -> bool:
     """Whether the expanded form is a call, rather than compiled: compiled code would store a mask in another dtype, and
     read keys that it hides."""
-    return heads_over_rows.is_fast(a) or (a.q_nope.device.type == "cpu" and is_masked(a))
+    return heads_over_rows.is_fast(a) or (a.query.device.type == "cpu" and is_masked(a))
 
 
-def chosen(a: Arguments) -> tuple[Tensor, Tensor]:
+def chosen(a: Arguments) -> Results:
     """Both forms are traced."""
     return at_run_time(a, chosen_by_call if _is_better_called(a) else tiled, absorbed_over_rows)
 
 
-def _run(a: Arguments) -> tuple[Tensor, Tensor]:
+def _run(a: Arguments) -> Results:
     if is_absorbed(a):
-        return mla_attention.absorbed(a, run)
+        return absorbed(a, run)
     if heads_over_rows.is_fast(a):
         return heads_over_rows.attend(a)
-    return mla_attention.kernel(a) if a.return_lse or has_few_scores(a) else prompts.in_parts(a)
+    return kernel(a) if a.return_lse or has_few_scores(a) else prompts.in_parts(a)
 
 
-chosen_by_call = define_lean_on(Arguments, "mla_attention_over_rows", _run, mla_attention.fake, returns=RESULTS)
+chosen_by_call = define_lean_on(Arguments, "mla_attention_over_rows", _run, fake, returns=RESULTS)

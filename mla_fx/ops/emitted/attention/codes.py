@@ -1,7 +1,6 @@
 """Caches of codes: numbers that are kept in 8 bits with scales, and computed where attention reads them."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +8,8 @@ from torch import Tensor
 from mla_fx.ops.common.check import check_dtype, check_rank, check_tensors, known_to_differ
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sizes import statically_known_true
+
+from .arguments import Arguments
 
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = {"kv_cache": "kv_scales", "kr_cache": "kr_scales"}
@@ -24,11 +25,9 @@ def numbers(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (tiles * scales.to(wide).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def dtype_of(a: Any) -> torch.dtype:
+def dtype_of(a: Arguments) -> torch.dtype:
     """The dtype of the numbers in a call's caches."""
-    query, *_ = vars(a).values()
-    dtype: torch.dtype = (a.kv_cache if a.kv_scales is None else query).dtype
-    return dtype
+    return (a.kv_cache if a.kv_scales is None else a.query).dtype
 
 
 def kind_of(codes: Tensor) -> int:
@@ -41,7 +40,7 @@ def of_rows(scales: Tensor | None, cache: Tensor) -> Tensor | None:
     return None if scales is None else scales.expand(*cache.shape[:2], scales.shape[2])
 
 
-def dequantised(a: Any) -> Any:
+def dequantised(a: Arguments) -> Arguments:
     """The same call with numbers in the place of codes, for contexts in one piece."""
     if a.kv_scales is None:
         return a
@@ -51,14 +50,14 @@ def dequantised(a: Any) -> Any:
     return replace(a, kv_cache=kv_cache, kr_cache=kr_cache, kv_scales=None, kr_scales=None)
 
 
-def check_latents(a: Any, *skip: str) -> None:
+def check_latents(a: Arguments, *skip: str) -> None:
     """Check devices and dtypes, but those of `skip`. Caches that have scales are codes in 8 bits."""
     coded = (name for name, scales in SCALES.items() if getattr(a, scales) is not None)
     check_tensors(vars(a), free=("sinks", *SCALES.values()), skip=(*skip, *coded))
     for name, scales in SCALES.items():
         if getattr(a, scales) is not None:
             _check_scales(name, getattr(a, name), scales, getattr(a, scales))
-    if a.kr_scales is None:
+    if a.kr_scales is None or a.kr_cache is None:
         return
     if a.kv_scales is None:
         raise ValueError("kr_scales are given; they must be None without kv_scales.")

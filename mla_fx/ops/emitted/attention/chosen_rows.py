@@ -10,15 +10,16 @@ from torch import Tensor
 
 from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
 
-from .attention import aligned, as_mask, last_keys, masked
 from .codes import of_rows
 from .pages import context_of
+from .softmax import aligned, as_mask, last_keys, masked
 
 PAYS = 4  # times as many keys as are chosen: with fewer, attention to all of them costs less; measured on a CPU
 
 
 def over_rows(a: Any) -> Any:
-    """A call of latent_attention with indices as one without: B * S sequences of one token, each with its rows."""
+    """A call with indices and without weights as one without indices: B * S sequences of one token, each with its
+    rows."""
     batch, steps = a.query.shape[:2]
     keys, context = a.indices.squeeze(2), context_of(a.kv_cache, a.block_table)
     keys = keys.clamp(min=0).to(torch.int64)
@@ -44,13 +45,13 @@ def over_rows(a: Any) -> Any:
 
 
 def over_all(a: Any) -> Any:
-    """A call of mla_attention with indices as attention to all keys under a mask."""
+    """A call with indices as attention to all keys under a mask."""
     batch, steps, _, _ = a.indices.shape
     context = context_of(a.kv_cache, a.block_table)
     mask = a.indices.new_zeros(batch, steps, context + 1, dtype=torch.bool)  # the last place is of no key
     keys = a.indices.squeeze(2).to(torch.int64)
     mask = mask.scatter_(-1, keys.masked_fill(keys < 0, context), True)[..., :context].unsqueeze(1)
-    given = as_mask(a.mask, a.context_lens, False, a.q_nope, context)
+    given = as_mask(a.mask, a.context_lens, False, a.query, context)
     if given is not None:
         given = aligned(given, rows_first=False)
         mask = mask & given if given.dtype == torch.bool else masked(given, mask, None)

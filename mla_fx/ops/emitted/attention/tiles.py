@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .attention import as_mask, probabilities, share
+from .softmax import as_mask, probabilities, share
 
 TILE = 2**24  # scores at a time; measured on a CPU, where smaller tiles are slower
 FEW = 128  # query tokens whose scores are stored at once
@@ -146,6 +146,11 @@ def goes_by_tiles(queries: Tensor, context: int) -> bool:
     if isinstance(steps, int) and steps <= FEW:
         return False
     return not statically_known_true(batch * steps * heads * context <= TILE)
+
+
+def rows_first(out: Tensor) -> Tensor:
+    """[B, N, S, ...] as [B, S, N, ...], with the strides of a new tensor also where a size is one."""
+    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def count_of_scores(queries: Tensor, context: int) -> int | None:

@@ -1,0 +1,1 @@
+"""Attention over latents: `operator.py` says what it computes, and the others each a part of it."""
