@@ -67,7 +67,6 @@ def modules_of_operators(package: str) -> Iterator[tuple[Operator, ModuleType]]:
             yield known[module.OPERATOR], module
 
 
-
 def first_of(module: ModuleType, other: Lowering) -> Lowering:
     """The lowering of a module from `modules_of_operators`, or the other one where it raises NoMatch."""
 

@@ -25,7 +25,7 @@ from mla_fx.ops.emitted.attention.chosen_rows import PAYS
 from mla_fx.ops.emitted.attention.heads import fewest
 from mla_fx.ops.emitted.attention.tiles import LOWEST
 from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
-from mla_fx.rule.operands import ATTENTION, Replacement, call_with, mask_and_lengths, tensor
+from mla_fx.rule.operands import ATTENTION, Replacement, call_with, has_heads, mask_and_lengths, tensor
 from mla_fx.rule.readings import (
     Reading,
     Selection,
@@ -195,15 +195,11 @@ class ChosenKeys(Rule):
         masks = {"mask": rest, "context_lens": lens, "fill": None}
         if found.count == extent(found.keys):
             return Plan(Replacement(call, call_with(call, **masks)), without=(found.numbers.origin,))
-        if _has_heads(call) and query.device.type != "cpu":
+        if has_heads(call) and query.device.type != "cpu":
             raise ByDesign("only CPUs read the chosen keys alone for a prompt", call)
         _check_pays(found.count, extent(found.keys), call)
         indices = tensor(found.numbers, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
         return Plan(Replacement(call, call_with(call, **masks, indices=indices)))
-
-
-def _has_heads(call: Node) -> bool:
-    return named_argument(call, "weight_uk") is not None
 
 
 def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -> None:
@@ -220,5 +216,5 @@ def _check_pays(count: Size, keys: Size, call: Node) -> None:
     heads = shape_of(named_argument(call, "query"))[2]
     if not (isinstance(count, int) and isinstance(keys, int) and isinstance(heads, int)):
         return
-    if keys < (fewest(count, heads) if _has_heads(call) else PAYS * count):
+    if keys < (fewest(count, heads) if has_heads(call) else PAYS * count):
         raise ByDesign(f"attention to all {keys} keys costs less than to {count} chosen ones", call)

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from mla_fx.cases import HCKV, B, Case, Layer, T
 from mla_fx.ops.emitted.attention.codes import CODES
 from mla_fx.rule import CallPattern, Match, NoMatch, Plan, Rule, attempt
-from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, call_with, tensor, times
+from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, call_with, has_heads, tensor, times
 from mla_fx.rule.readings import (
     Axes,
     Element,
@@ -96,7 +96,7 @@ class CodedLatents(Rule):
 
 def _may_be_absorbed(call: Node) -> bool:
     """Keys and values are expanded from numbers."""
-    return named_argument(call, "weight_uk") is None or options_of(call).get("max_absorbed_tokens", 0) != 0
+    return not has_heads(call) or options_of(call).get("max_absorbed_tokens", 0) != 0
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def check_forms(a: Arguments) -> None:
 
 
 def compiled(a: Arguments) -> Results:
-    """The same without logarithms in memory that does not grow with S * T. If S is a symbol, both forms are traced."""
+    """Compute attention of heads without logarithms, in memory that does not grow with S * T. A symbolic S traces both
+    forms."""
     if a.lens is not None:
         return one_by_one(a, compiled)
     if is_chosen_at_run_time(a):
@@ -114,8 +115,8 @@ in_latent_space = absorbed_by(in_parts)
 
 
 def from_copies(a: Arguments) -> Results:
-    """The same from a copy of the contexts, with all scores stored at once unless PyTorch's own attention computes the
-    same."""
+    """Compute attention from a copy of the contexts. It stores all scores at once unless PyTorch's own attention gives
+    the same result."""
     if a.lens is not None:
         return one_by_one(a, from_copies)
     a = in_one_piece(a if a.indices is None else over_all(a))

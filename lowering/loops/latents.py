@@ -19,7 +19,7 @@ MAX_PARTS = 4  # each part is compiled separately
 
 
 def in_parts(a: Arguments) -> Results:
-    """The same without logarithms, in parts of the batch."""
+    """Compute attention over latents without logarithms, in parts of the batch."""
     return _in_parts(in_numbers(a)), fake_sums(a.query, return_lse=False)
 
 

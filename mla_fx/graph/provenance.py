@@ -41,7 +41,7 @@ def fused_name(node: Call) -> str | None:
     if not isinstance(target, OpOverload) or target.namespace != "mla_fx":
         return None
     name = str(target._opname).rstrip("_")
-    return form(name, dict(named_arguments(node))) if name == ATTENTION else name
+    return form(dict(named_arguments(node))) if name == ATTENTION else name
 
 
 def source_of(node: Node | None) -> str:

@@ -34,12 +34,10 @@ def catalogue() -> dict[str, Operator]:
     return {value.name: value for value in values if isinstance(value, Operator)}
 
 
-def form(name: str, given: Mapping[str, Any]) -> str:
-    """The name that people know for a call of an operator with these arguments. Attention of absorbed queries is
+def form(given: Mapping[str, Any]) -> str:
+    """The name that people know for a call of attention with these arguments. Attention of absorbed queries is
     `latent_attention`, and that of heads, which has weights, `mla_attention`. To chosen keys, either is sparse; that of
     several sequences in one row is packed."""
-    if name != ATTENTION:
-        return name
     heads = "latent_attention" if given.get("weight_uk") is None else "mla_attention"
     return next((f"{word}_{heads}" for argument, word in ROWS.items() if given.get(argument) is not None), heads)
 
@@ -48,4 +46,4 @@ def names() -> list[str]:
     """The names of all operators and of their forms."""
     known = {name.partition(".")[0] for name in catalogue()}
     given = ({}, {"indices": True}, {"weight_uk": True}, *({"weight_uk": True, rows: True} for rows in ROWS))
-    return sorted({*known - {ATTENTION}, *(form(ATTENTION, one) for one in given)})
+    return sorted({*known - {ATTENTION}, *map(form, given)})

@@ -19,11 +19,10 @@ from mla_fx.ops.common.collector import collector_paused
 from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
 from mla_fx.passes.hoist import hoist
 from mla_fx.passes.triage import has_bottleneck, is_functional, triage
-from mla_fx.readings.calls import named_argument
 from mla_fx.readings.equal_sizes import written_alike
 from mla_fx.readings.sizes import size_facts
 from mla_fx.rewriting.cleanup import Snapshot, empty_parts, erase_orphans, rejoined, round_trips, turns
-from mla_fx.rewriting.replacement import ATTENTION
+from mla_fx.rewriting.replacement import ATTENTION, has_heads
 from mla_fx.rule import Stage
 from mla_fx.target import Lowering
 
@@ -58,8 +57,7 @@ def look_around(run: Run) -> None:
 def choose_absorbed(run: Run) -> None:
     if not run.is_changed:
         return
-    calls = run.graph.find_nodes(op="call_function", target=ATTENTION)
-    for node in (call for call in calls if named_argument(call, "weight_uk") is not None):
+    for node in filter(has_heads, run.graph.find_nodes(op="call_function", target=ATTENTION)):
         try:
             absorb(node, run.emit, run.options.absorb, run.target, functools.partial(apply, run))
         except NoMatch as miss:

@@ -14,7 +14,7 @@ from mla_fx.graph.schemas import stride_readers
 from mla_fx.graph.walk import unread_without
 from mla_fx.ops.common.sizes import statically_known_true
 from mla_fx.readings.axes import Index, axes
-from mla_fx.readings.calls import args_of
+from mla_fx.readings.calls import args_of, named_argument
 from mla_fx.readings.constant import constant
 from mla_fx.readings.element import is_coarser, is_parameter
 from mla_fx.readings.same_value import equal_calls
@@ -29,6 +29,12 @@ aten = torch.ops.aten
 
 # The operator that replaces a recognised attention. It accepts operands in any layout.
 ATTENTION = torch.ops.mla_fx.attention.default
+
+
+def has_heads(call: Node) -> bool:
+    """Whether a call of attention expands keys and values of heads, for which it has weights."""
+    return named_argument(call, "weight_uk") is not None
+
 
 # Operators that read a tensor's shape and dtype, but not its values.
 LIKE = frozenset(

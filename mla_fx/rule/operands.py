@@ -25,4 +25,5 @@ from mla_fx.rewriting.plan import first_node as first_node
 from mla_fx.rewriting.plan import result as result
 from mla_fx.rewriting.plan import times as times
 from mla_fx.rewriting.replacement import ATTENTION as ATTENTION
+from mla_fx.rewriting.replacement import has_heads as has_heads
 from mla_fx.rewriting.replacement import replacing as replacing

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from mla_fx.rule import Match, NoMatch, Plan, Rule
 from mla_fx.rule.caches import CacheRoles, replacing_cache
-from mla_fx.rule.operands import ATTENTION, Call, Cast, Expression, Replacement, result, tables, tensor
+from mla_fx.rule.operands import ATTENTION, Call, Cast, Expression, Replacement, has_heads, result, tables, tensor
 from mla_fx.rule.readings import (
     Axes,
     Element,
@@ -21,7 +21,6 @@ from mla_fx.rule.readings import (
     RmsNorm,
     Rope,
     check_codes,
-    named_argument,
 )
 
 from .scales import V3, check_query, factor_of_keys, query_factor, query_scale, scales_of, with_divided_tables
@@ -93,7 +92,7 @@ class Prolog(Rule):
 
     def anchors(self, graph: Graph) -> Iterator[Node]:
         """Attention of absorbed queries."""
-        return (call for call in super().anchors(graph) if named_argument(call, "weight_uk") is None)
+        return (call for call in super().anchors(graph) if not has_heads(call))
 
     def rewrite(self, match: Match) -> Plan:
         layer = self.layer(match)

@@ -32,12 +32,12 @@ def of_queries(results: Results, a: Arguments) -> Results:
 
 
 def in_numbers(a: Arguments) -> Arguments:
-    """The same call without codes, unless they are in pages, which are read tile by tile."""
+    """Replace codes by their numbers. Codes in pages stay: each tile is dequantised when it is read."""
     return dequantised(a) if a.block_table is None else a
 
 
 def by_tiles(a: Arguments) -> Results:
-    """The same by tiles of query rows, if there are many."""
+    """Compute `over_latents`, by tiles of query rows if there are many."""
     context = context_of(a.kv_cache, a.block_table)
     if a.indices is not None or not goes_by_tiles(a.query, context):
         return over_latents(a)

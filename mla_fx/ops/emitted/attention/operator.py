@@ -99,7 +99,7 @@ def body(a: Arguments) -> Results:
 
 
 def kernel(a: Arguments, attend: Attend = by_tiles) -> Results:
-    """The same in memory that does not grow with S * T."""
+    """Compute `body` in memory that does not grow with S * T."""
     if a.weight_uk is None:
         return attend(a)
     if a.lens is not None:

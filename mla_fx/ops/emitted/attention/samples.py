@@ -22,7 +22,7 @@ def samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def with_sums(calls: Iterable[Sample]) -> Iterator[Sample]:
-    """The same calls and, without sinks, the same with logarithms."""
+    """Yield each call, and again with logarithms if it has no sinks."""
     for one in calls:
         yield one
         if "sinks" not in one.mode:
@@ -121,7 +121,7 @@ def in_codes(
     codes: torch.dtype = torch.float8_e4m3fn,
     rotary: Sequence[int] | None = None,
 ) -> Given:
-    """The same call with its latents in codes, with scales of a shape; and its rotary keys, if they have a shape."""
+    """Turn the latents of a call into codes with scales of a given shape. `rotary` does that to the rotary keys."""
     latents, keys, draw = args[2], args[3], Sampler(torch.float32, sum(shape))
     step = 40 if codes == torch.int8 else 1
 
