@@ -6,18 +6,22 @@ import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the compiler is new enough: each process would try it for seconds
 
 import pytest
 import torch
 import torch._functorch.config
+from functorch.compile import make_boxed_func
 from lib import outcomes
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
+from mla_fx.lowering import inductor
 
 from mla_fx.comparing import plans, region
 from mla_fx.passes import prove
 
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
+ABOUT_GRAPHS = ("patterns", "readings", "soundness")  # folders of tests
 
 
 def pytest_addoption(parser):
@@ -50,9 +54,12 @@ def pytest_unconfigure():
 
 @pytest.fixture(scope="session", autouse=True)
 def inductor_cache(tmp_path_factory):
-    """A cache folder per process: nothing compiled earlier by other code is found in it."""
+    """One cache folder for all processes of a run: nothing compiled earlier by other code is found in it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        if "PYTEST_CURRENT_TEST" not in os.environ:  # no test started this process
+            folder = tmp_path_factory.getbasetemp()
+            run = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(run / "inductor"))
         # its key is a hash of sources, and does not change when a test patches the compiler
         patch.setattr(torch._functorch.config, "enable_autograd_cache", False)
         yield
@@ -61,6 +68,17 @@ def inductor_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request, monkeypatch):
+    """Tests of what is in a graph run Inductor's, lowered, operator by operator: its C++ compiler would take most of
+    their time. These are the tests of some folders and those marked `interpreted`, but those marked `compiled`; with
+    --campaign, all compile."""
+    has_mark = request.node.get_closest_marker
+    is_about_graphs = request.path.parent.name in ABOUT_GRAPHS or has_mark("interpreted")
+    if is_about_graphs and not has_mark("compiled") and not request.config.getoption("--campaign"):
+        monkeypatch.setattr(inductor, "compile_fx_inner", lambda gm, inputs, **_: make_boxed_func(gm.forward))
 
 
 @pytest.fixture(autouse=True)

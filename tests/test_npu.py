@@ -13,7 +13,6 @@ from npu.environment import pytests
 from mla_fx.errors import OptionError
 
 FILES = sorted(path.name for path in (Path(__file__).parent / "npu").glob("test_*.py"))
-QUICK = ("test_golden.py",)
 ORDERED = ("test_both_targets.py",)  # what it imports first matters
 # Each takes a minute or more: tables of the documentation, whole models and steps, and calls that users make.
 LONG = (
@@ -38,7 +37,7 @@ def forks(torch_npu):
 
 
 def tier(file):
-    return [] if file in QUICK else [pytest.mark.campaign if file in LONG else pytest.mark.slow]
+    return pytest.mark.campaign if file in LONG else pytest.mark.slow
 
 
 @pytest.mark.parametrize("file", [pytest.param(file, marks=tier(file)) for file in FILES])

@@ -50,10 +50,11 @@ def run_case(case: Case, *more: Rule) -> Report:
     return Report.merged(reports)
 
 
-def check_accepted(case: Case, *more: Rule) -> None:
+def check_accepted(case: Case, *more: Rule) -> Report:
     """Check that the case fuses exactly as it says, with the same results. Raises AssertionError."""
     report = run_case(case, *more)
     assert {**report.fused, **report.pieces} == case.fused, f"expected {dict(case.fused)}, {report}"
+    return report
 
 
 def check_refused(rule: Rule, case: Case, *more: Rule) -> None:

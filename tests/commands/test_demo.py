@@ -156,6 +156,7 @@ def test_hybrids_get_a_layer_with_attention():
     assert kwargs["input_ids"].shape == (1, 1)
 
 
+@pytest.mark.slow
 def test_module_runs():
     done = subprocess.run([sys.executable, "-m", "mla_fx", "--help"], capture_output=True, text=True, check=True)
     assert "explain" in done.stdout

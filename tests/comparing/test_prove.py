@@ -60,6 +60,7 @@ def test_pages_of_another_sequence_are_refused(monkeypatch):
     assert any(" would change " in reason for reason in mla_fx.last_report().refuted)
 
 
+@pytest.mark.slow
 @pytest.mark.refutes
 @pytest.mark.parametrize("fault", [("mla_prolog", "a sign"), ("latent_attention", "no mask")], ids=": ".join)
 def test_a_dump_holds_a_program_that_shows_the_fault(monkeypatch, tmp_path, fault):

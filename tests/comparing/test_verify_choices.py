@@ -11,7 +11,7 @@ from mla_fx.comparing.verify import Verification
 from mla_fx.debug.report import Report
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
-SEEDS = range(50)
+SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 50))]
 TOKENS, INNER, WIDTH, EXPERTS, TAKEN = 3, 48, 64, 32, 4
 FLIPPED = "1 results differ by no more than choices that rounding may flip"
 

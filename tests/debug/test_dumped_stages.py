@@ -64,6 +64,7 @@ def of_the_model(model, inputs):
 CACHES = "keys", "values", "cumulative_length"
 
 
+@pytest.mark.slow
 def test_every_stage_computes_what_the_model_computes(model, folder):
     assert stages(folder)[0].stem == "00_captured" and len(stages(folder)) > 3
     for path in stages(folder):
@@ -98,6 +99,7 @@ def test_two_stages_differ_in_few_lines(folder):
     assert len(first - second) < len(first) / 2
 
 
+@pytest.mark.slow
 def test_a_stage_runs_as_a_program(folder):
     run = subprocess.run([sys.executable, stages(folder)[-1]], capture_output=True, text=True, check=True)
     lines = run.stdout.splitlines()

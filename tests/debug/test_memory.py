@@ -57,6 +57,7 @@ def report_of_a_step(context):
     return report
 
 
+@pytest.mark.slow
 def test_a_decode_step_in_a_long_context():
     (memory,) = report_of_a_step(16384).memory
     assert (memory.caches, memory.weights) == (16384 * (512 + 64) * 2, 0)

@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_layers_with_another_outcome_are_a_kind_of_their_own(folder):
     data = json.loads((folder / "graph_000" / "graph.json").read_text())
     kinds = {kind["paths"]: kind for kind in data["kinds"]}

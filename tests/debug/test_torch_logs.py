@@ -65,6 +65,7 @@ def run(module, arguments, backend="mla", **options):
 # --- the structured trace --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_trace_has_each_stage_that_changed_the_graph_and_the_report(decode, trace):
     run(*decode, target="reference")
     *stages, (name, told) = trace.ours()
@@ -143,6 +144,7 @@ def logged(caplog, level, decode):
     return [record.getMessage() for record in caplog.records if record.name == "mla_fx"]
 
 
+@pytest.mark.slow
 def test_the_log_has_a_line_for_each_graph_and_the_passes_for_those_who_debug(decode, caplog):
     (line,) = logged(caplog, logging.INFO, decode)
     first, *rest = str(mla_fx.last_report()).splitlines()

@@ -181,6 +181,7 @@ def test_dynamic_sizes(layer):
         assert mla_fx.last_report().fused == ALL
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 def test_a_training_graph_is_warned_of_again(layer):
     for found in ("autograd_cache_miss", "autograd_cache_hit"):

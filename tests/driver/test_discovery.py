@@ -80,6 +80,7 @@ def test_the_rules_of_a_registered_folder_are_applied_and_can_be_disabled(tmp_pa
     mla_fx.get_backend(disable="own_rule")
 
 
+@pytest.mark.slow
 def test_a_registered_rule_fuses(tmp_path):
     (tmp_path / "mine").mkdir()
     shutil.copy(EXAMPLE, tmp_path / "mine" / "own_output.py")

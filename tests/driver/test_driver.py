@@ -260,6 +260,7 @@ def softmax(scores):
     return scores.softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module, dynamic", [(Attends(softmax), True), (Attends(divided), True), (AttendsFused(None), None)]
 )
@@ -282,6 +283,7 @@ class Tempered(Attends):
         return super().forward(*inputs) / self.temperature
 
 
+@pytest.mark.slow
 def test_a_temperature_stays_an_input():
     """A new one compiles nothing: many requests have many temperatures."""
     inputs = [torch.randn(*shape) for shape in ((2, 4, 3, 8), (2, 4, 3, 6), (2, 1, 13, 20), (2, 1, 13, 6))]

@@ -44,6 +44,7 @@ def test_failing_pass_is_an_error_when_strict(decode):
         compiled(module, strict=True)(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["prolog.replacing_cache", "plain.positions_and_caches"])
 def test_failure_in_the_midst_of_a_rewrite_breaks_no_model(decode, monkeypatch, step):
     def fail(*_):

@@ -32,6 +32,7 @@ def test_a_whole_model_and_a_recompilation(decode):
     assert [part.fused for part in report.parts] == [ALL] * 2
 
 
+@pytest.mark.slow
 def test_layers_have_their_paths():
     model = tiny_model("deepseek_v3")
     args, kwargs = step(model)
@@ -42,6 +43,7 @@ def test_layers_have_their_paths():
     assert "\n  model.layers.0, 1 (2): mla_prolog, latent_attention\n" in str(report)
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one():
     """One graph serves both layers: Dynamo compiles equal modules once."""
     model = tiny_model("deepseek_v3")
@@ -54,6 +56,7 @@ def test_layers_compiled_one_by_one():
     assert all(set(part.fused) == set(ALL) for part in report.parts)
 
 
+@pytest.mark.slow
 def test_graph_breaks():
     with mla_fx.report() as report:
         torch.compile(TwoGraphs(), backend=BACKEND)(Entry(DEFAULT).arguments(DECODE))
@@ -89,6 +92,7 @@ def test_what_only_runs_does_not_count(decode):
     assert (second.fused, str(second)) == ({}, "mla_fx: nothing was compiled")
 
 
+@pytest.mark.slow
 def test_an_error_ends_the_report_and_passes(decode):
     layer, arguments = decode
     with pytest.raises(ZeroDivisionError), mla_fx.report() as report:

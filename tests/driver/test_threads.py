@@ -50,6 +50,7 @@ def compiled_anew(layer, arguments, barrier=None):
     return differs(torch.compile(layer, backend=reporting, dynamic=False), layer, arguments), reports
 
 
+@pytest.mark.slow
 def test_two_models_compiled_at_once():
     barrier, calls = threading.Barrier(len(LAYERS)), [(entry.build(), entry.arguments(FEW)) for entry in LAYERS]
     with ThreadPoolExecutor(len(LAYERS)) as pool:

@@ -229,6 +229,7 @@ def test_inductor_has_a_compiler():
     assert isinstance(torch_compilers.cpp_compiler(), str)
 
 
+@pytest.mark.slow
 def test_a_library_in_cpp_sees_vectors_of_the_processor():
     source = """
         #include <ATen/cpu/vec/vec.h>

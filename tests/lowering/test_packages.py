@@ -117,6 +117,7 @@ def own_calls(graph):
     return [node for node in graph.nodes if getattr(node.target, "namespace", "") == "mla_fx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_nothing_of_this_project_is_left_in_the_graph_of_a_package(program, monkeypatch):
     monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)

@@ -147,6 +147,7 @@ def extremes(dtype):
     return math.nan, math.inf, -math.inf, known.max, known.tiny / 4, -0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float64))],

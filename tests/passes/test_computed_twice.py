@@ -111,6 +111,7 @@ def test_near_twins_are_two(kind):
     assert "latent and rotary key are written to different positions" in str(report)
 
 
+@pytest.mark.slow
 def test_positions_of_a_dynamic_shape():
     twice, once = (check(layer, arguments(), dynamic=True) for layer in (Twice(), Layer()))
     assert "kv_rmsnorm_rope_cache" in once.fused

@@ -41,6 +41,7 @@ def test_each_rewrite_is_recorded_in_order():
     assert str(Rewrite("rope", "layers.3", "model.py:7", ())) == "rope in layers.3 (model.py:7)"
 
 
+@pytest.mark.slow
 def test_the_variable_counts_the_rewrites_of_all_graphs(monkeypatch):
     monkeypatch.setenv("MLA_FX_FUEL", "3")
     assert [fused().fused for _ in range(3)] == [ALL, {"latent_attention": 1}, {}]

@@ -317,6 +317,7 @@ def test_caches_that_lie_oddly_keep_their_answers(kind, target):
     run_both(kind(), target)
 
 
+@pytest.mark.slow
 def test_one_refusal_does_not_keep_the_other_layers_from_it():
     class Two(nn.Module):
         def __init__(self):

@@ -246,13 +246,15 @@ def test_codes_are_read(kind, codes):
     assert report.checked and (kind is FlashMla or not report.unchecked)  # bytes are not drawn as a page's
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("kind", "codes"), COMPILED)
 def test_compiled(kind, codes):
     for dtype in (torch.float32, torch.bfloat16):
         assert fired(check(lambda: kind(codes), "inductor", dtype))
 
 
-@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["reference", "inductor"])
 @pytest.mark.parametrize("kind", [Tiles, Pages, FlashMla])
 def test_any_number_of_tokens(kind, target):
     report = check(kind, target, tokens=(3, 5, 2), dynamic=True)

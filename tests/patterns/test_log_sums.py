@@ -371,6 +371,7 @@ def test_sinks_are_refused_by_the_operator():
         )
 
 
+@pytest.mark.slow
 def test_a_factor_that_is_a_symbol():
     """With `dynamic=True`, a number of the program is an input. What is not read must not fail."""
     torch._dynamo.reset()

@@ -34,6 +34,7 @@ def same(entry, step, **options):
     return mla_fx.last_report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [DECODE, FEW], ids=lambda step: step.name)
 @pytest.mark.parametrize("name", NAMES)
 def test_against_float64(name, step):
@@ -64,6 +65,7 @@ def test_against_float64(name, step):
         assert torch.equal(flat, rest), "nothing else is written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_key_side_of_a_prompt(name):
     report = same(entry_of(name), PREFILL, absorb="never")
@@ -133,6 +135,7 @@ class InOneView(Nz):
         return cache.transpose(1, 2).flatten(2)[table]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache, step",
     [(OfOnesOwn(), FEW), (WholePages(), Step("pages", 32, 32)), (OffsetsGiven(), FEW), (InOneView(), DECODE)],
@@ -226,6 +229,7 @@ TWINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [WHOLE_FRACTALS, SQUARE], ids=["apart", "square"])
 @pytest.mark.parametrize("twin", TWINS)
 def test_twins(monkeypatch, twin, sizes):

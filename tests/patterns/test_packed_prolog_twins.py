@@ -23,6 +23,7 @@ import mla_fx
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 
 
+@pytest.mark.slow
 def test_layers_that_are_nearly_alike():
     layers = [kind() for kind in (Packed, ScalesFirst, ClippedByNumber, Packed, Pages)]
 
@@ -211,6 +212,7 @@ TWINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["exact", pytest.param("vendor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TWINS)
 def test_near_twins(kind, quant):

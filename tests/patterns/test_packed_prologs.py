@@ -75,6 +75,7 @@ KINDS = Packed, AllInt8, IndexPut, Pages, IntoAnEmptyRow, ClippedByNumber, Clipp
 KINDS += (ClippedByNegativeParameter,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_prolog(kind):
     report = fused(kind(), *given())
@@ -216,6 +217,7 @@ def test_other_codes_are_taken_on_request(kind):
     torch.testing.assert_close(mine, others, rtol=0, atol=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ClippedFromBelowFirst, MaximumFirst])
 def test_the_order_of_two_limits_counts_where_the_bound_is_negative(kind):
     layer = kind()

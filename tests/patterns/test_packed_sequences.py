@@ -221,6 +221,7 @@ def test_rows_of_no_sequence_are_left_out():
     assert fused(BehindOthers, [6, 12, 9]) == ONE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Prompts, pytest.param(BehindOthers, marks=pytest.mark.slow)])
 def test_lengths_are_symbols(kind):
     assert fused(kind, LENS, [11, 4, 20], dynamic=True) == ONE

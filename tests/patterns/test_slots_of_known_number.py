@@ -57,6 +57,7 @@ def report(module, *marked):
     return backend.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [Slots, InBlocks, Scattered])
 def test_a_known_number_of_slots(layer):
     found = report(layer(SIZES), "tokens")

@@ -216,6 +216,7 @@ class TwoLayers(nn.Module):
         return x + self.second(x, *rest)
 
 
+@pytest.mark.slow
 def test_equal_layers_fuse_alike_and_agree_in_float64():
     """The second layer's tokens come from a fused attention, so its codes may differ."""
     ours, theirs = TwoLayers(), TwoLayers()

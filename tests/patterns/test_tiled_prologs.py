@@ -111,6 +111,7 @@ def test_slots_that_count_from_the_end():
     assert fused(Pages(), *rest, slots - SLOTS).fused == BOTH
 
 
+@pytest.mark.slow
 def test_layers_that_are_nearly_alike():
     kinds = Tiled, ScalesOneSlotLater, divided, Tiled, Pages, Pages
     layers = [layer_of(kind, BF16) for kind in kinds]

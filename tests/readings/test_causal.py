@@ -149,6 +149,7 @@ def test_positions_of_single_tokens_may_come_from_anywhere():
     assert lens(mask, sizes=Sizes(tokens=1)) == [3, 5]
 
 
+@pytest.mark.slow
 def test_free_sizes():
     assert lens(SEEN["keys up to rows"], dynamic=True) == [12, 7]
     assert lens(ADDED["where"], by_adding, dynamic=True) == [12, 7]
@@ -308,6 +309,7 @@ def test_deepseek_v3_with_a_static_cache(implementation, dynamic):
         assert lens_of(recorder) == [FROM_FIRST if length == steps else [length]] * 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_padding_of_a_real_model_stays_a_mask():
     model = tiny_model("deepseek_v3")

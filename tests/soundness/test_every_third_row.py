@@ -39,6 +39,7 @@ def test_fuses(layer, context, first):
     assert check(module, arguments(module.sizes, first=2)).fused == FUSED
 
 
+@pytest.mark.slow
 def test_a_cache_of_any_length():
     module = AbsorbedEveryThird(Sizes(context=10))
     assert check(module, arguments(module.sizes, first=2), dynamic=True).fused == FUSED

@@ -297,6 +297,7 @@ class Linear(AnySize):
         return q.unflatten(-1, (self.sizes.heads, self.sizes.query)).transpose(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AnySize, Linear])
 def test_everything_dynamic(kind):
     """Projections by `@`: everything that does not depend on the number of tokens fuses, or the report says why not."""

@@ -9,7 +9,6 @@ import mla_fx
 
 CHOSEN, STEPS, MOST = 4, 64, 72  # keys, decode steps, the length of a cache
 SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4", "dots3_note", "hy_v4")
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in SPARSE[1:]]
 
 
 def generated(model, step, cache, prompt=CHOSEN - 3):
@@ -42,7 +41,8 @@ def check(model, cache_of, prompt=CHOSEN - 3, **options):
     return report
 
 
-@pytest.mark.parametrize("family", [SPARSE[0], *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SPARSE)
 def test_static_caches(family):
     model = tiny_model(family, index_topk=CHOSEN)
     report = check(model, lambda: StaticCache(config=model.config, max_cache_len=MOST), dynamic=False)
@@ -57,8 +57,15 @@ def test_prompts(prompt):
     assert report.fused["lightning_index"] > 0
 
 
-@pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("target", "dynamic"),
+    [
+        ("reference", False),
+        pytest.param("reference", True, marks=pytest.mark.slow),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=(pytest.mark.slow, pytest.mark.interpreted)),
+    ],
+)
 def test_prompts_without_earlier_tokens(target, dynamic):
     """Keys would be expanded."""
     model = tiny_model(SPARSE[0], index_topk=CHOSEN)
@@ -73,6 +80,7 @@ def test_prompts_without_earlier_tokens(target, dynamic):
     assert report.fused["sparse_mla_attention"] == report.fused["lightning_index"] > 0
 
 
+@pytest.mark.slow
 def test_all_keys_are_chosen():
     """Nothing chooses then, and the indexer's keys are stored all the same."""
     model = tiny_model(SPARSE[0], index_topk=MOST)

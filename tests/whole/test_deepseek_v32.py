@@ -7,7 +7,11 @@ import torch
 from lib.layers import QUIET, Reporting
 from lib.zoo.deepseek_v32 import CHOSEN, ROOM, SMALL, DeepSeekV32, draw
 
-pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.usefixtures("no_gradients"),
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+]
 STEP = {"mla_prolog": 1, "sparse_latent_attention": 1, "lightning_index": 1}
 
 

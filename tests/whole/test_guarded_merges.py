@@ -10,6 +10,7 @@ from lib.zoo import parts, servers
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.interpreted,
     pytest.mark.usefixtures("no_gradients"),
     *(pytest.mark.filterwarnings(line) for line in QUIET),
 ]

@@ -8,7 +8,11 @@ import torch
 from lib.layers import QUIET, Reporting, Sizes
 from lib.padding_masks import QUICK, SPELLINGS, Padded, given
 
-pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.usefixtures("no_gradients"),
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+]
 TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.slow)]
 FUSED = {"mla_prolog": 1, "latent_attention": 1}
 

@@ -8,7 +8,11 @@ from lib.layers import QUIET, Reporting, check_no_further, in_type
 from lib.zoo import servers
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-pytestmark = [pytest.mark.usefixtures("no_gradients"), *(pytest.mark.filterwarnings(line) for line in QUIET)]
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.usefixtures("no_gradients"),
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+]
 TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.slow)]
 MOSTLY_REFERENCE = ["reference", pytest.param("inductor", marks=pytest.mark.campaign)]
 ATTENTION = "latent_attention", "mla_attention", "paged_attention"

@@ -179,6 +179,7 @@ def drawn(draw, version):
 KERNELS = {"v1": "MlaProlog", "v2": "MlaPrologV2", "v3": "MlaPrologV3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version, release", [("v1", PAGED), ("v2", PAGED), *(("v3", release) for release in RELEASES)])
 def test_lowering_and_interpreter_agree(version, release):
     draw, operator = random.Random(0), "mla_prolog_v3" if version == "v3" else "mla_prolog"

@@ -105,6 +105,7 @@ def check_compiled(found, inputs):
     assert error(found, exact) <= 2 * error(attention.body(a)[0], exact) + ROUNDING[torch.bfloat16]
 
 
+@pytest.mark.slow
 def test_pages_are_read_by_the_kernel_and_few_keys_by_loops():
     for columns, calls in ((20, 1), (4, 0)):
         inputs = operands(2, 2, columns)
@@ -123,6 +124,7 @@ def test_one_graph_for_every_number_of_tokens_and_pages():
             check_compiled(step(*inputs), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", ["one pool", "two pools"])
 def test_a_form_chosen_at_each_call(parts):
     """Few tokens are absorbed, and many are not, in one graph."""

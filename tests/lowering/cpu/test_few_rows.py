@@ -163,6 +163,7 @@ def check_layer(layer, found, given):
     assert error <= 2 * eager
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_calls_it(dynamic):
     """With a symbolic number of rows, one graph serves few and many."""
@@ -176,6 +177,7 @@ def test_compiled_code_calls_it(dynamic):
             check_layer(layer, step(*given), given)
 
 
+@pytest.mark.slow
 def test_a_weight_that_the_graph_computes_is_read_by_loops():
     """From its codes, which a kernel would have stored as numbers of 16 bits first."""
 

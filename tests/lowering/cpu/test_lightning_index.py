@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 KERNEL = "torch.ops.mla_fx.index_scores_in_rows.default"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_the_kernel(name):
     found, code = compiled_call(lightning_index.operator, CALLS[name])

@@ -77,6 +77,7 @@ def test_keys_that_no_row_of_a_part_sees_are_not_read(small, monkeypatch):
     assert read == [8, 16, 24, 30] * 3 * BATCH
 
 
+@pytest.mark.slow
 def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
     a = CALLS["condition"]
     assert "mla_attention_over_rows" not in compiled_call(attention.operator, a)[1]

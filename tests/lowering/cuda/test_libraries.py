@@ -145,6 +145,7 @@ def test_dense_decoding_of_sgl_flash_mla(monkeypatch):
     check_means_body(lambda a: run(flash_mla, a), CALLS["drafts"])
 
 
+@pytest.mark.slow
 def test_layers_share_the_conversion_of_lengths_and_tables(library, monkeypatch):
     """Compiled for a CPU, where the operator of the library gets a kernel. Caches are not copied for it."""
     combined, own = [], flash_mla.is_combined

@@ -27,6 +27,7 @@ def test_chooses_what_the_operator_chooses(name):
     check(run(CALLS[name]), CALLS[name])
 
 
+@pytest.mark.slow
 def test_rows_in_parts(monkeypatch):
     check_rows_in_parts(lowering, run, monkeypatch)
 

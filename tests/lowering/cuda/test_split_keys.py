@@ -38,6 +38,7 @@ def run(a):
     return out.to(dtype_of(a)), lse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_sample(dtype):
     check_samples(run, dtype)
@@ -59,6 +60,7 @@ def test_shapes_and_masks(shape, hidden):
         check_means_body(run, call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_infinities(dtype):
     check_infinities(run, dtype)
