@@ -29,12 +29,16 @@ from mla_fx.graph.torch_compilers import (
     not_cached,
 )
 from mla_fx.graph.torch_private import OpOverload
+from mla_fx.ops.emitted.attention.arguments import Arguments
+from mla_fx.readings.sizes import Size
 from mla_fx.rewriting.draft import Change
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
 from . import cpu, cuda, loops
+from .cpu import costs as cpu_costs
 from .cpu import few_rows
+from .cuda import costs as cuda_costs
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
@@ -88,6 +92,14 @@ class Inductor(Target):
         alone = is_packaging()
         plain = loops.lowerings(alone=alone)
         return plain if alone else cuda.lowerings(cpu.lowerings(plain), _kernels(options))
+
+    def most_absorbed_tokens(self, device: torch.device, context: Size) -> int:
+        costs = cuda_costs if device.type == "cuda" else cpu_costs
+        most: int = costs.most_absorbed_tokens(context)
+        return most
+
+    def refuse(self, a: Arguments) -> None:
+        (cuda_costs if a.query.device.type == "cuda" else cpu_costs).refuse(a)
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with weights, from fused operators and from all others."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
 from mla_fx.graph.torch_compilers import aot_autograd
+from mla_fx.ops.emitted.attention.arguments import Arguments
+from mla_fx.readings.sizes import Size
 from mla_fx.target import Compiled, Compiler, Target
+
+from .cpu import costs
 
 
 class Reference(Target):
@@ -25,6 +30,12 @@ class Reference(Target):
     def takes_pieces(self, options: Mapping[str, Any]) -> bool:
         """Whether option `pieces` is set. It shows on any machine which operators an NPU target gets."""
         return bool(options.get("pieces"))
+
+    def most_absorbed_tokens(self, device: torch.device, context: Size) -> int:
+        return costs.most_absorbed_tokens(context)
+
+    def refuse(self, a: Arguments) -> None:
+        costs.refuse(a)
 
     def compile(
         self,

@@ -20,6 +20,8 @@ from .ops import Operator, catalogue
 from .ops.common.define import NAMESPACE, OPERATORS, on_arguments
 
 if TYPE_CHECKING:
+    from .ops.emitted.attention.arguments import Arguments
+    from .readings.sizes import Size
     from .rewriting.draft import Change
     from .rewriting.emitter import Emitter
 
@@ -124,8 +126,6 @@ class Target:
     """Whether its result can be saved and run by a later process, as `aot_compile` does."""
     left_out: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Operators that it runs for users who call them, but that the compiler does not add, each with the reason."""
-    max_absorbed_tokens: ClassVar[int | None] = None
-    """The most query tokens for which attention is absorbed; None if the device decides."""
     releases: ClassVar[Sequence[str]] = ()
     """The releases of the device's software whose limits are known, the oldest first: values of its option `cann`."""
 
@@ -152,6 +152,13 @@ class Target:
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise OptionError for a value that one of the target's own options does not accept."""
+
+    def most_absorbed_tokens(self, device: torch.device, context: Size) -> int:
+        """The most query tokens for which attention over so many keys is absorbed."""
+        return 128
+
+    def refuse(self, a: Arguments) -> None:
+        """Raise ByDesign for a call of attention that takes longer than what a rule would replace by it."""
 
     def takes_pieces(self, options: Mapping[str, Any]) -> bool:
         """Whether norms and rotations that no larger operator took become operators; otherwise they stay the user's

@@ -21,15 +21,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fx.cases import B, Case, Layer, N, S, T
-from mla_fx.ops.emitted.attention.chosen_rows import PAYS
-from mla_fx.ops.emitted.attention.heads import fewest
 from mla_fx.ops.emitted.attention.tiles import LOWEST
-from mla_fx.rule import ByDesign, CallPattern, Match, NoMatch, Operand, Plan, Rule, var
-from mla_fx.rule.operands import ATTENTION, Replacement, call_with, has_heads, mask_and_lengths, tensor
+from mla_fx.rule import CallPattern, Match, NoMatch, Operand, Plan, Rule, var
+from mla_fx.rule.operands import ATTENTION, Replacement, call_with, mask_and_lengths, tensor
 from mla_fx.rule.readings import (
     Reading,
     Selection,
-    Size,
     axes,
     composite,
     extent,
@@ -195,9 +192,6 @@ class ChosenKeys(Rule):
         masks = {"mask": rest, "context_lens": lens, "fill": None}
         if found.count == extent(found.keys):
             return Plan(Replacement(call, call_with(call, **masks)), without=(found.numbers.origin,))
-        if has_heads(call) and query.device.type != "cpu":
-            raise ByDesign("only CPUs read the chosen keys alone for a prompt", call)
-        _check_pays(found.count, extent(found.keys), call)
         indices = tensor(found.numbers, (b, s, (), axes(found.chosen, "chosen keys", found.node)), expand=True)
         return Plan(Replacement(call, call_with(call, **masks, indices=indices)))
 
@@ -209,12 +203,3 @@ def _check_hides(found: Selection, fill: float | None, sinks: Any, call: Node) -
         raise NoMatch(f"hidden scores are {lowest:.6g}, expected minus infinity or at most {LOWEST:.6g}", call)
     if lowest != -math.inf and sinks is None and not found.is_seen:
         raise NoMatch("a row that sees no key averages over all keys, and not over chosen ones", call)
-
-
-def _check_pays(count: Size, keys: Size, call: Node) -> None:
-    """Where a size is known at run time only, a target may choose then."""
-    heads = shape_of(named_argument(call, "query"))[2]
-    if not (isinstance(count, int) and isinstance(keys, int) and isinstance(heads, int)):
-        return
-    if keys < (fewest(count, heads) if has_heads(call) else PAYS * count):
-        raise ByDesign(f"attention to all {keys} keys costs less than to {count} chosen ones", call)

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.nn.functional import scaled_dot_product_attention
 
 from mla_fx.cases import DR, DV, HE, Case, D, Layer, N
-from mla_fx.rule import ByDesign, CallPattern, Match, Plan, Rule
+from mla_fx.rule import CallPattern, Match, Plan, Rule
 from mla_fx.rule.operands import ATTENTION, Call, Expression, Replacement, call_with, tensor
 from mla_fx.rule.readings import (
     Reading,
@@ -66,8 +66,6 @@ class PackedMlaAttention(Rule):
 
     def rewrite(self, match: Match) -> Plan:
         calls = _chain(match.reading(Reading, "call").node)
-        if named_argument(calls[0], "query").meta["val"].device.type != "cpu":
-            raise ByDesign("only CPUs attend to packed sequences by one call", calls[0])
         lens = list(map(_tokens, calls))
         rows = {name: _operand([named_argument(call, name) for call in calls]) for name in ROWS}
         out = Call(operator.getitem, call_with(calls[0], **rows, lens=lens), 0)

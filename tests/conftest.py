@@ -6,7 +6,7 @@ import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the compiler is new enough: each process would try it for seconds
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # each process would first try the C++ compiler for seconds
 
 import pytest
 import torch

@@ -10,11 +10,11 @@ import pytest
 import torch
 from lib.comparing import ALL, EXACT
 from lib.families import cache_tensors, empty_cache, tiny_model, tokens
+from mla_fx.lowering.cpu import costs
 
 import mla_fx
 from mla_fx import cases
 from mla_fx.driver import compile_caches, discovery
-from mla_fx.passes import absorb
 from mla_fx.passes.triage import is_functional
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -47,7 +47,7 @@ assert "mla_fx" not in sys.modules
 @pytest.mark.campaign
 def test_a_package_runs_without_this_project(tmp_path, monkeypatch):
     """For numbers of query tokens that use either form."""
-    monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
+    monkeypatch.setattr(costs, "MOST_ABSORBED", 4)
     layer, count = cases.Layer().eval(), torch.export.Dim("count", min=2, max=14)
     shapes = ({1: count}, {0: count}, {0: count}, {0: count})
     exported = torch.export.export(copy.deepcopy(layer), cases.inputs(3), dynamic_shapes=shapes)
@@ -93,7 +93,7 @@ def test_a_graph_that_writes_its_inputs_before_its_end_is_not_functional():
 @pytest.mark.slow
 def test_shapes_of_an_exported_program_stay_symbols(monkeypatch):
     """Outside a compiler, C++ would compute the shape of a pad, and turn the symbol into a number."""
-    monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
+    monkeypatch.setattr(costs, "MOST_ABSORBED", 4)
     count = torch.export.Dim("count", min=2, max=14)
     shapes = ({1: count}, {0: count}, {0: count}, {0: count})
     exported = torch.export.export(cases.Layer(), cases.inputs(3), dynamic_shapes=shapes).run_decompositions()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from mla_fx.lowering import loops
 from mla_fx.lowering.ascend.stub.environment import torch_npu
+from mla_fx.lowering.cpu import costs
 from mla_fx.lowering.loops import attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -21,7 +22,6 @@ from mla_fx.driver import discovery
 from mla_fx.driver.compilation import automatic_target
 from mla_fx.errors import NoMatch
 from mla_fx.ops import catalogue
-from mla_fx.passes import absorb
 from mla_fx.target import Target, to_body
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -91,7 +91,7 @@ def test_the_core_names_no_target(file):
 @pytest.mark.slow
 def test_the_form_is_chosen_by_every_call_of_one_graph(monkeypatch):
     """Absorbed up to four tokens, expanded beyond: nothing is compiled for the other form, and no call remains."""
-    monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
+    monkeypatch.setattr(costs, "MOST_ABSORBED", 4)
     layer, fused, graphs = cases.Layer().eval(), cases.Layer().eval(), torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     compiled = torch.compile(fused, backend=mla_fx.get_backend(target="inductor"), dynamic=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch.fx import GraphModule
 
 from mla_fx.errors import OptionError
 from mla_fx.graph.torch_private import OpOverload
+from mla_fx.readings.sizes import Size
 from mla_fx.target import Compiled, Compiler, Lowering, Target
 
 from . import toolchain
@@ -28,8 +30,10 @@ class AscendTarget(Target):
     prepares = True
     laid_out_by = toolchain.FORMAT_CASTS
     read_ahead_by = READ
-    max_absorbed_tokens = LATENT_TOKENS
     releases = RELEASES
+
+    def most_absorbed_tokens(self, device: torch.device, context: Size) -> int:
+        return LATENT_TOKENS
 
     def missing(self) -> str | None:
         return toolchain.missing()

@@ -10,13 +10,14 @@ from mla_fx.ops.emitted.attention.arguments import (
     is_chosen_at_run_time,
     is_masked,
 )
-from mla_fx.ops.emitted.attention.heads import absorbed, has_few_scores
+from mla_fx.ops.emitted.attention.heads import absorbed
 from mla_fx.ops.emitted.attention.operator import fake, kernel
 from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.ops.emitted.attention.tiles import count_of_scores
 from mla_fx.target import Compiled
 
 from ..loops.attention import absorbed_by, at_run_time, check_forms, from_copies, tiled
+from ..loops.costs import has_few_scores
 from . import chosen_keys, heads_over_rows, packed_sequences, prompts
 from .attention_over_rows import MANY_SCORES, attend, check_served, run
 

@@ -12,7 +12,7 @@ from mla_fx.ops.emitted.attention.operator import fake
 from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.ops.emitted.attention.softmax import as_mask, masked
 
-from . import attention_over_rows, prompts
+from . import attention_over_rows, costs, prompts
 from .attention_over_rows import DTYPES
 
 
@@ -35,7 +35,7 @@ def run(a: Arguments) -> Results:
     assert a.indices is not None, "keys are chosen"
     context = context_of(a.kv_cache, a.block_table)
     check_numbers(a.indices, context)
-    if context < chosen_rows.PAYS * a.indices.shape[-1]:
+    if context < costs.CHOSEN * a.indices.shape[-1]:
         return attention_over_rows.run(of_latents(a))
     return attention_over_rows.run(a)
 
@@ -46,7 +46,7 @@ def run_prompt(a: Arguments) -> Results:
     context = context_of(a.kv_cache, a.block_table)
     check_numbers(a.indices, context)
     is_checked = a.query.dtype not in DTYPES  # a rewrite, with numbers that may name a key twice
-    if is_checked or context >= heads.fewest(a.indices.shape[-1], a.query.shape[2]):
+    if is_checked or context >= costs.fewest(a.indices.shape[-1], a.query.shape[2]):
         return heads.by_rows(a, attention_over_rows.run)
     if a.query.shape[1] <= a.max_absorbed_tokens:
         return heads.by_rows(a, run)

@@ -20,7 +20,7 @@ from mla_fx.ops.emitted.attention.arguments import (
     is_masked,
 )
 from mla_fx.ops.emitted.attention.chosen_rows import over_all
-from mla_fx.ops.emitted.attention.heads import absorbed, expanded, has_few_scores
+from mla_fx.ops.emitted.attention.heads import absorbed, expanded
 from mla_fx.ops.emitted.attention.latents import over_latents
 from mla_fx.ops.emitted.attention.operator import body
 from mla_fx.ops.emitted.attention.packed_sequences import one_by_one, sequences
@@ -30,6 +30,7 @@ from mla_fx.ops.emitted.attention.tiles import Form, goes_by_tiles, is_expressib
 from mla_fx.target import Compiled
 
 from .conditional import can_choose, conditional
+from .costs import has_few_scores
 from .latents import in_parts, undivided
 
 OPERATOR = "attention"

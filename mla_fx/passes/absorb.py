@@ -22,7 +22,6 @@ from torch.fx import Node
 from mla_fx.errors import ByDesign
 from mla_fx.graph.provenance import ORIGINS
 from mla_fx.ops.common.absorption import absorb_query, expand_output
-from mla_fx.ops.common.machine import multiplies_tiles
 from mla_fx.readings.calls import args_of, named_argument
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of
@@ -33,24 +32,8 @@ from mla_fx.target import Target
 
 ALWAYS = 2**62
 LIMIT = "max_absorbed_tokens"
-MAX_ABSORBED_TOKENS = {"cpu": 128, "cuda": 128}
-WITHOUT_TILES = 64  # the same on a CPU without AMX, with contexts of at most SHORT tokens; measured
-SHORT = 2048
 SURELY_ABSORBED = 8
 UNABSORBED = "the query is not absorbed, and prologs compute absorbed ones only"
-
-
-def max_absorbed_tokens(policy: str, device: str, context: Size, given: int | None = None) -> int:
-    """The largest S that is absorbed under the option `absorb`. `given` is the target's own threshold, if any."""
-    if policy == "always":
-        return ALWAYS
-    if policy == "never":
-        return 0
-    if given is not None:
-        return given
-    most = MAX_ABSORBED_TOKENS.get(device, MAX_ABSORBED_TOKENS["cpu"])
-    is_short = device == "cpu" and isinstance(context, int) and context <= SHORT
-    return min(most, WITHOUT_TILES) if is_short and not multiplies_tiles() else most
 
 
 def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply) -> None:
@@ -67,7 +50,8 @@ def absorb(node: Node, emit: Emitter, policy: str, target: Target, apply: Apply)
     query, kv_cache = (named_argument(node, name) for name in ("query", "kv_cache"))
     value = query.meta["val"]
     tokens, context = shape_of(query)[1], shape_of(kv_cache)[1]
-    limit = max_absorbed_tokens(policy, value.device.type, context, target.max_absorbed_tokens)
+    limits = {"always": ALWAYS, "never": 0}
+    limit = limits[policy] if policy in limits else target.most_absorbed_tokens(value.device, context)
     if not _is_absorbed(tokens, context, limit):
         if not isinstance(tokens, int) and not _is_cold(tokens, context):
             _limit(node, emit, limit if target.runs_operators else 0, apply)

@@ -12,6 +12,7 @@ from lib.coded_heads import ZeroPoints, in_codes
 from lib.operators.harness import TOLERANCE
 from lib.paged_heads import Engine, Sizes, arguments
 from mla_fx.lowering import loops
+from mla_fx.lowering.cpu import costs
 from torch import nn
 from torch._inductor.virtualized import V
 
@@ -19,7 +20,6 @@ import mla_fx
 from mla_fx import cases
 from mla_fx.errors import NoMatch
 from mla_fx.ops import catalogue
-from mla_fx.passes import absorb
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
@@ -120,7 +120,7 @@ def own_calls(graph):
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_nothing_of_this_project_is_left_in_the_graph_of_a_package(program, monkeypatch):
-    monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
+    monkeypatch.setattr(costs, "MOST_ABSORBED", 4)
     whole, graph_pass = exported(program).run_decompositions(), mla_fx.MlaPass()
     with V.set_aot_compilation(True):
         graph_pass(whole.graph_module)
@@ -145,7 +145,7 @@ for given, out, left in torch.load(saved):
 @pytest.mark.campaign
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_package_runs_where_this_project_cannot_be_imported(program, tmp_path, monkeypatch):
-    monkeypatch.setitem(absorb.MAX_ABSORBED_TOKENS, "cpu", 4)
+    monkeypatch.setattr(costs, "MOST_ABSORBED", 4)
     _, given, _, fused, others = PROGRAMS[program]
     with torch._inductor.config.patch(post_grad_custom_pre_pass=mla_fx.MlaPass(expect=(fused,))):
         path = str(tmp_path / "layer.pt2")

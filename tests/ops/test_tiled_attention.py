@@ -8,6 +8,7 @@ import pytest
 import torch
 from mla_fx.lowering import loops
 from mla_fx.lowering.loops import attention as loops_of_heads
+from mla_fx.lowering.loops import costs
 from mla_fx.lowering.loops import latents as loops_of_latents
 from mla_fx.lowering.loops.attention import IN_TILES
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_fx.debug.memory import peak_of_temporaries
 from mla_fx.driver import discovery
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.attention import heads, tiles
 from mla_fx.ops.emitted.attention import operator as attention
+from mla_fx.ops.emitted.attention import tiles
 
 FORMS = ("latents", "heads")
 STEPS, CONTEXT, HEADS = 18, 20, 3
@@ -98,7 +99,8 @@ def calls_own(a):
 @pytest.fixture(params=["few scores", "many scores"])
 def has_few_scores(request, monkeypatch):
     if request.param == "many scores":
-        monkeypatch.setattr(heads, "FEW_SCORES", 0)
+        monkeypatch.setattr(costs, "FEW_SCORES", 0)
+        monkeypatch.setattr(attention, "fit_a_tile", lambda *_: False)
     return request.param == "few scores"
 
 
@@ -118,7 +120,7 @@ def test_prompts_answer_as_the_body(name, has_few_scores):
 def test_tiles_answer_as_the_body(monkeypatch, form, name, tile):
     monkeypatch.setattr(tiles, "TILE", tile)
     monkeypatch.setattr(tiles, "FEW", 1)
-    monkeypatch.setattr(heads, "FEW_SCORES", 0)
+    monkeypatch.setattr(costs, "FEW_SCORES", 0)
     lower = loops.lowerings(alone=False)[attention.operator.overload]
     for given in ({}, {"max_absorbed_tokens": STEPS}) if form == "heads" else ({},):
         a = arguments(form, **(HIDING | FILLED | TILED)[name], **given)
@@ -152,7 +154,7 @@ def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
 def test_pages_go_by_tiles_of_rows_too(monkeypatch):
     monkeypatch.setattr(tiles, "TILE", 2 * HEADS * 20 * 5)
     monkeypatch.setattr(tiles, "FEW", 1)
-    monkeypatch.setattr(heads, "FEW_SCORES", 0)
+    monkeypatch.setattr(costs, "FEW_SCORES", 0)
     table, pages = torch.tensor([[3, -2, 0, 5, 1], [2, 4, 4, 1, 0]]), {"kv_cache": normal(6, 4, 16)}
     pages["kr_cache"] = normal(6, 4, 4)
     for form in FORMS:

@@ -10,8 +10,8 @@ from lib.kernels import compiled_call, doubled, error
 from lib.prompt_calls import BATCH, CALLS, KEYS, NOPE, VALUE, call
 from mla_fx.lowering.cpu import attention as lowering
 from mla_fx.lowering.cpu import heads_over_rows, prompts
+from mla_fx.lowering.loops import costs
 
-from mla_fx.ops.emitted.attention import heads
 from mla_fx.ops.emitted.attention import operator as attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -81,7 +81,7 @@ def test_keys_that_no_row_of_a_part_sees_are_not_read(small, monkeypatch):
 def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
     a = CALLS["condition"]
     assert "mla_attention_over_rows" not in compiled_call(attention.operator, a)[1]
-    monkeypatch.setattr(heads, "FEW_SCORES", 1)
+    monkeypatch.setattr(costs, "FEW_SCORES", 1)
     found, code = compiled_call(attention.operator, a)
     assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
     torch.testing.assert_close(found, prompts.in_parts(a)[0], rtol=0, atol=0)

@@ -14,8 +14,6 @@ from .codes import of_rows
 from .pages import context_of
 from .softmax import aligned, as_mask, last_keys, masked
 
-PAYS = 4  # times as many keys as are chosen: with fewer, attention to all of them costs less; measured on a CPU
-
 
 def over_rows(a: Any) -> Any:
     """A call with indices and without weights as one without indices: B * S sequences of one token, each with its

@@ -6,40 +6,23 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.absorption import absorb_query, expand_output
-from mla_fx.ops.common.machine import multiplies_tiles
 from mla_fx.ops.common.math import wide_product
 
 from .arguments import Arguments, Attend, Results
 from .latents import concatenated, over_latents
-from .pages import context_of, unpaged, without_codes
+from .pages import unpaged, without_codes
 from .parts import of_tokens
 from .softmax import as_mask, fake_sums, probabilities
-from .tiles import Form, at_once, attend, count_of_scores, mask_of_rows, parts, row_tiles, rows_first, seen_keys
+from .tiles import Form, at_once, attend, mask_of_rows, parts, row_tiles, rows_first, seen_keys
 
 EXPONENT = 0x7F800000  # the bits of a float32 that make a power of two
-FEW_SCORES = 2**23  # measured: 724 tokens of 16 heads, 256 of 128
-WITHOUT_TILES = 4  # times as many on a CPU without AMX; measured
 ROWS = 256  # query tokens that choose keys and are absorbed at a time
-PAYS, READ = 3, 64  # times a chosen key; measured on a CPU without AMX, of 16, 64 and 128 heads
 
 
 def by_rows(a: Arguments, attend: Attend) -> Results:
     """`absorbed` by tiles of query rows: absorbed queries are several times as large as plain ones."""
     tiles = parts(max(1, a.query.shape[1]), ROWS)  # at least one: none of no rows
     return concatenated(absorbed(of_tokens(a, *rows), attend) for rows in tiles)
-
-
-def fewest(chosen: int, heads: int) -> int:
-    """The number of keys from which on a prompt that reads the chosen ones alone takes less time. Heads share what is
-    read."""
-    return PAYS * chosen + READ * chosen // heads
-
-
-def has_few_scores(a: Arguments) -> bool:
-    """Whether PyTorch's own attention is slower than plain products."""
-    scores = count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
-    few = FEW_SCORES * (1 if multiplies_tiles() else WITHOUT_TILES)
-    return a.query.device.type == "cpu" and scores is not None and scores <= few
 
 
 def absorbed(a: Arguments, attend: Attend = over_latents) -> Results:

@@ -9,12 +9,13 @@ from mla_fx.ops.common.sizes import statically_known_true
 from .arguments import RESULTS, Arguments, Attend, Results, is_absorbed
 from .chosen_rows import check_indices
 from .codes import check_latents
-from .heads import absorbed, by_rows, expanded, has_few_scores, in_tiles, tiled
+from .heads import absorbed, by_rows, expanded, in_tiles, tiled
 from .latents import by_tiles, over_latents
 from .packed_sequences import check_lens, one_by_one
-from .pages import check_contexts
+from .pages import check_contexts, context_of
 from .samples import samples
 from .softmax import check_mask, check_sinks, fake_sums
+from .tiles import fit_a_tile
 
 
 def body(a: Arguments) -> Results:
@@ -110,7 +111,7 @@ def kernel(a: Arguments, attend: Attend = by_tiles) -> Results:
         return absorbed(a, attend)
     if a.return_lse:
         return in_tiles(a)
-    return expanded(a) if has_few_scores(a) else tiled(a)
+    return expanded(a) if fit_a_tile(a.query, context_of(a.kv_cache, a.block_table)) else tiled(a)
 
 
 def check(a: Arguments) -> None:

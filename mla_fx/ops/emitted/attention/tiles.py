@@ -15,7 +15,7 @@ from mla_fx.ops.common.sizes import statically_known_true
 
 from .softmax import as_mask, probabilities, share
 
-TILE = 2**24  # scores at a time; measured on a CPU, where smaller tiles are slower
+TILE = 2**24  # scores at a time
 FEW = 128  # query tokens whose scores are stored at once
 SHORT = 16  # keys; with fewer, PyTorch's kernel for CPUs gives zeros for a query of NaN
 LOWEST = torch.finfo(torch.bfloat16).min  # next to so low a score, any other vanishes, also when added to it
@@ -157,6 +157,12 @@ def count_of_scores(queries: Tensor, context: int) -> int | None:
     """The number of scores of queries [B, S, N, ...]; None if a size is a symbol."""
     sizes = *queries.shape[:3], context
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def fit_a_tile(queries: Tensor, context: int) -> bool:
+    """Whether all scores of queries [B, S, N, ...] are few enough to be stored at once; False for symbols."""
+    scores = count_of_scores(queries, context)
+    return scores is not None and scores <= TILE
 
 
 def row_tiles(queries: Tensor, context: int) -> Iterator[tuple[int, int]]:

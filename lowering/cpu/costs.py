@@ -1,0 +1,37 @@
+"""Which form of attention takes less time on CPUs: measured numbers."""
+
+from mla_fx.errors import ByDesign
+from mla_fx.ops.common.machine import multiplies_tiles
+from mla_fx.ops.emitted.attention.arguments import Arguments
+from mla_fx.ops.emitted.attention.pages import context_of
+from mla_fx.readings.sizes import Size
+
+MOST_ABSORBED = 128  # query tokens
+WITHOUT_TILES = 64  # the same without AMX, for contexts of at most SHORT tokens
+SHORT = 2048
+CHOSEN = 4  # times as many keys as are chosen: with fewer, attention of latents to all of them takes less time
+EXPANDED, READ = 3, 64  # the same for heads, without AMX: times as many keys, and more for each head that shares them
+
+
+def most_absorbed_tokens(context: Size) -> int:
+    """The number of query tokens from which on heads are expanded."""
+    is_short = isinstance(context, int) and context <= SHORT
+    return min(MOST_ABSORBED, WITHOUT_TILES) if is_short and not multiplies_tiles() else MOST_ABSORBED
+
+
+def refuse(a: Arguments) -> None:
+    """Raise ByDesign for attention to chosen keys that takes longer than attention to all. Where a size is known at run
+    time only, the kernel chooses then."""
+    if a.indices is None:
+        return
+    keys, count, heads = context_of(a.kv_cache, a.block_table), a.indices.shape[-1], a.query.shape[2]
+    if not all(isinstance(size, int) for size in (keys, count, heads)):
+        return
+    if keys < (CHOSEN * count if a.weight_uk is None else fewest(count, heads)):
+        raise ByDesign(f"attention to all {keys} keys costs less than to {count} chosen ones")
+
+
+def fewest(chosen: int, heads: int) -> int:
+    """The number of keys from which on a prompt that reads the chosen ones alone takes less time. Heads share what is
+    read."""
+    return EXPANDED * chosen + READ * chosen // heads
