@@ -1,7 +1,6 @@
 """Packed sequences by attention_over_rows: keys and values are expanded for many short sequences at once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +14,7 @@ from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
 from mla_fx.ops.emitted.attention.kernel_operands import in_rows
 from mla_fx.ops.emitted.attention.operator import fake, kernel
 from mla_fx.ops.emitted.attention.packed_sequences import sequences
+from mla_fx.ops.emitted.attention.parts import of_packed
 from mla_fx.target import Compiled
 
 from . import attention_over_rows, heads_over_rows
@@ -37,7 +37,7 @@ def _run(a: Arguments) -> Results:
         return out, no_sums
     for lens in _groups(a.lens, most):
         own, first = slice(first, first + sum(lens)), first + sum(lens)
-        _attend(_of_rows(a, own, lens), out[:, own])
+        _attend(of_packed(a, own, lens), out[:, own])
     return out, no_sums
 
 
@@ -50,12 +50,6 @@ def _groups(lens: Sequence[int], most: int) -> Iterator[list[int]]:
             some = []
         some.append(length)
     yield some
-
-
-def _of_rows(a: Arguments, own: slice, lens: list[int]) -> Arguments:
-    query_rope, kr_cache = (None if value is None else value[:, own] for value in (a.query_rope, a.kr_cache))
-    query, kv_cache = a.query[:, own], a.kv_cache[:, own]
-    return replace(a, query=query, query_rope=query_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=lens)
 
 
 def _attend(a: Arguments, out: Tensor) -> None:

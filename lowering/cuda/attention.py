@@ -39,7 +39,7 @@ def attend_chosen(a: Arguments) -> Results:
 def lower_heads(a: Arguments) -> Compiled:
     refuse_rows(a)
     if a.return_lse:
-        refuse_expanded(a)
+        check_absorbed(a)
     if is_chosen_at_run_time(a):
         check_served(a.kv_cache, 1)  # few enough tokens to be absorbed
         check_forms(a)
@@ -54,13 +54,6 @@ def refuse_rows(a: Arguments) -> None:
     for name, rows in (("indices", a.indices), ("lens", a.lens)):
         if rows is not None:
             raise NoMatch(f"{name} are given; the kernel is for absorbed queries and for prompts of whole contexts")
-
-
-def refuse_expanded(a: Arguments) -> None:
-    if is_chosen_at_run_time(a):
-        raise NoMatch(CHOOSES)
-    if not is_absorbed(a):
-        raise NoMatch("the kernel is for absorbed queries")
 
 
 def chosen(a: Arguments) -> Results:

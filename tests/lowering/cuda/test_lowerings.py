@@ -122,7 +122,7 @@ REFUSED = {
     "the kernel is for at most 512 columns of a latent": ({"rank": 1024}, LATENT),
     "the kernel is for at most 16 new tokens of a sequence": ({"tokens": 17}, LATENT),
     "parts are for more than 268435456": ({"absorbed": 0}, ["mla_attention"]),
-    "the kernel is for absorbed queries": ({"absorbed": 0}, ["mla_attention, return_lse"]),
+    "it takes absorbed queries": ({"absorbed": 0}, ["mla_attention, return_lse"]),
 }
 
 

@@ -21,6 +21,13 @@ def of_sequences(a: Arguments, some: slice) -> Arguments:
     )
 
 
+def of_packed(a: Arguments, some: slice, lens: list[int]) -> Arguments:
+    """Some neighbours of packed sequences, which have these tokens."""
+    query_rope, kr_cache = (None if value is None else value[:, some] for value in (a.query_rope, a.kr_cache))
+    query, kv_cache = a.query[:, some], a.kv_cache[:, some]
+    return replace(a, query=query, query_rope=query_rope, kv_cache=kv_cache, kr_cache=kr_cache, lens=lens)
+
+
 def of_heads(a: Arguments, some: slice) -> Arguments:
     weight_uk, weight_uv = a.weights
     return replace(
