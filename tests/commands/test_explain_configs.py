@@ -41,6 +41,7 @@ def told(capsys):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
 def test_a_configuration(tmp_path, capsys, is_folder):
     path = written(tmp_path, TINY)
@@ -129,6 +130,7 @@ def test_all_targets(monkeypatch):
     assert explain._usable(["inductor", "inductor", "abacus"]) == (["inductor", "abacus"], {})
 
 
+@pytest.mark.slow
 def test_the_first_layers(tmp_path, capsys):
     assert main(["explain", written(tmp_path, TINY), "--layers", "2", "--json"]) == 0
     found = told(capsys)

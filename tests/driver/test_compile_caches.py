@@ -191,6 +191,7 @@ def test_a_training_graph_is_warned_of_again(layer):
         assert found in counted()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
 def test_inputs_in_one_memory(order):

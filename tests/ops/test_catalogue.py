@@ -148,11 +148,7 @@ def extremes(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float64))],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["kv_rmsnorm_rope_cache", "mla_prolog"])
 @pytest.mark.filterwarnings("ignore:npu_mla_prolog documents")
 def test_twin_writes_the_same_of_extreme_values(name, dtype):

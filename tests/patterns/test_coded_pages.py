@@ -48,6 +48,7 @@ class TablesOfTokens(CodedPages):
         return super().rotate(x, *(table.repeat(x.shape[0], 1).view(lead) for table in (cos, sin)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [CodedPages, OneScale, RoundedFirst, IndexCopy, BlocksAndOffsets, TablesOfTokens])
 def test_the_key_side_writes_the_programs_codes(kind, dtype):

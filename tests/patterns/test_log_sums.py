@@ -321,6 +321,7 @@ TWINS = {
 UNREAD = [LogarithmAlone, NegativeLogarithm, Squares]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*TWINS, *UNREAD], ids=lambda kind: kind.__name__)
 def test_other_logarithms_stay(kind):
     """The attention fuses without them."""

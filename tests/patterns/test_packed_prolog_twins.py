@@ -213,7 +213,7 @@ TWINS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", ["exact", pytest.param("vendor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quant", ["exact", "vendor"])
 @pytest.mark.parametrize("kind", TWINS)
 def test_near_twins(kind, quant):
     report = fused(kind(), *given(), quant=quant)

@@ -222,7 +222,7 @@ def test_rows_of_no_sequence_are_left_out():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Prompts, pytest.param(BehindOthers, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [Prompts, BehindOthers])
 def test_lengths_are_symbols(kind):
     assert fused(kind, LENS, [11, 4, 20], dynamic=True) == ONE
 

@@ -38,12 +38,14 @@ def test_attention_is_over_latents(unpacked):
     assert report.fused == ALL and not report.unchecked, str(report)
 
 
+@pytest.mark.slow
 @packings
 def test_absorbed(unpacked):
     report = report_of(Absorbed(unpacked, SPELLINGS[unpacked], "kv_b"), prove="required")
     assert report.fused == ALL and not report.unchecked, str(report)
 
 
+@pytest.mark.slow
 @packings
 def test_as_exact_in_bfloat16_as_eager_mode(unpacked):
     layer = Quantised(multiplied(unpacked), SPELLINGS[unpacked], "kv_b")

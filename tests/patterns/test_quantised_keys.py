@@ -74,6 +74,7 @@ def test_nothing_changes_where_nothing_is_kept(names):
     assert [miss.reason for miss in report.misses] == [f"{REASONS[names]}: {because}"]
 
 
+@pytest.mark.slow
 @every_prolog
 @pytest.mark.parametrize("multiply", [scaled_behind, multiply_by(divided)], ids=["weights", "tokens"])
 def test_as_exact_in_bfloat16_as_eager_mode(names, multiply):
@@ -145,6 +146,7 @@ def by_scales_of_the_next_head(x, w):
     return linear(x, w.codes.to(x.dtype)) * w.scales.roll(D + DV)
 
 
+@pytest.mark.slow
 @every_prolog
 @pytest.mark.parametrize(
     "multiply",

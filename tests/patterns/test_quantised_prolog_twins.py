@@ -114,6 +114,7 @@ NEAR_TWINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantise", NEAR_TWINS)
 def test_near_twins(quantise):
     report = report_of(layer_of(quantise, "q_b"))

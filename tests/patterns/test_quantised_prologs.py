@@ -64,6 +64,7 @@ def test_one_prolog(quantise, names):
     assert report.fused == {PROLOG: 1, ATTENTION: 1}, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("q_b",), DOWN], ids=["q_b", "all"])
 @pytest.mark.parametrize("quantise", [divided, multiplied, by_a_true_quotient, in_floats])
 def test_as_exact_in_bfloat16_as_eager_mode(quantise, names):

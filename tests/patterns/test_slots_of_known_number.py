@@ -68,6 +68,7 @@ def test_a_known_number_of_slots(layer):
     assert reason.endswith(" being x.size()[1]: torch._dynamo.mark_dynamic(position, 0) makes both dynamic"), reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [Slots, InBlocks, Checked])
 def test_the_remedy(layer):
     assert report(layer(SIZES), "tokens", "slots").fused == FUSED

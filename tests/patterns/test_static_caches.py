@@ -177,6 +177,7 @@ def caches_of(layer):
     return {**dict(layer.named_buffers()), **getattr(layer, "grown", {})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_key_side_writes_the_programs_codes(kind, dtype):
@@ -332,6 +333,7 @@ TWINS = [(kind, torch.float32, because) for kind, because in REASONS.items()]
 TWINS += [(kind, torch.bfloat16, because) for kind, because in REASONS_IN_16_BITS.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype", "because"), TWINS)
 def test_a_near_twin_keeps_its_codes(kind, dtype, because):
     ours, theirs = kind(dtype), kind(dtype)

@@ -87,6 +87,7 @@ class Smoothed(Tiled):
         return by_a_true_quotient(x * torch.linspace(0.5, 1.5, HCQ))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [Tiled, IndexPut, Pages, FlatPages, Wandering, Smoothed])
 def test_one_prolog(kind, dtype):
@@ -272,7 +273,8 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("quant", ["exact", pytest.param("vendor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["exact", "vendor"])
 @pytest.mark.parametrize("kind", TWINS)
 def test_near_twins(kind, quant):
     report = fused(layer_of(kind, F32), *given(), quant=quant)

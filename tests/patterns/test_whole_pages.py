@@ -92,6 +92,7 @@ SPELLINGS = [Pages, ByIndexCopy, ByScatter, OfSequences, HeadsBeforeRows, RowsBe
 SPELLINGS += [OnePageEach]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [Layer, Absorbed], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize("kind", SPELLINGS, ids=lambda kind: kind.__name__)
 def test_whole_pages(kind, base):
@@ -134,6 +135,7 @@ class Given(Pages):
         return self.pages
 
 
+@pytest.mark.slow
 def test_any_number_of_pages():
     """The number of tokens is a symbol, and so is that of the pages. What PyTorch then computes as the size of a page
     is not known to be that of the cache's."""

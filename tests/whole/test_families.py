@@ -95,6 +95,7 @@ def prefilled(model, kind):
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("family", at_each_family())
 @torch.no_grad()

@@ -35,6 +35,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("base, numbers", found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_mutants(base, numbers, request):
     seed = request.config.getoption("--fuzz-seed")

@@ -22,6 +22,7 @@ def run(a):
     return lowering.run(interpretable(a))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_chooses_what_the_operator_chooses(name):
     check(run(CALLS[name]), CALLS[name])

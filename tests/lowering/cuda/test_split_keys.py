@@ -53,8 +53,9 @@ HIDDEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("shape", ["drafts", *(pytest.param(shape, marks=pytest.mark.slow) for shape in OTHERS)])
+@pytest.mark.parametrize("shape", ["drafts", *OTHERS])
 def test_shapes_and_masks(shape, hidden):
     for dtype in DTYPES:
         check_means_body(run, call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
