@@ -158,7 +158,7 @@ def test_one_wrong_answer_that_the_check_does_not_see_is_a_miss():
     assert removed(error=1, hang=1) == "undecided"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_check_catches_what_a_missing_refusal_lets_through(capsys):
     """Pages of latents and of rotary keys that two tables tell, read by one."""
     assert not power(["--only", "are looked up by different tables", "--number", "0", "--tests"])
