@@ -8,9 +8,8 @@ import torch
 from lib.families import COUNTS_FLAGS, FAMILIES, Recorder, empty_cache, tiny_model, tokens
 from lib.layers import FUSED, QUIET, Layer, Reporting, Sizes, arguments, arguments_of, check
 from lib.whole import Watched
+from mla_fx.lowering.cpu import costs
 from torch.utils._pytree import tree_map_only
-
-from mla_fx.passes import absorb
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -202,7 +201,7 @@ def test_a_whole_layer_whose_latents_are_changed_later():
     ],
 )
 def test_why_a_query_is_not_absorbed(monkeypatch, tokens, context, has_tiles, reason):
-    monkeypatch.setattr(absorb, "multiplies_tiles", lambda: has_tiles)
+    monkeypatch.setattr(costs, "multiplies_tiles", lambda: has_tiles)
     sizes = Sizes(tokens=tokens, context=context)
     report = check(Layer(sizes), arguments(sizes, first=0))
     assert report.fused == {"kv_rmsnorm_rope_cache": 1, "mla_attention": 1}, str(report)
