@@ -15,6 +15,7 @@ same_value.py    equal calls of equal operands, and neighbouring pieces of one v
 reading.py       the parts of every reading: its node, its elements and indices, its constants
 algebra.py       sums and products of elements, with every factor on the way
 contraction.py   matmul in any spelling; split where its operands were concatenated
+conditions.py    values that depend on a condition, and conditions of conditions
 bounds.py        values that are bounded by numbers, or clipped to a bound that the program computes
 codes/           codes and their scales, for each token, tile, channel, block or group
 behind.py        the nearest products and written caches that a value is computed from

@@ -23,10 +23,11 @@ from mla_fx.graph.provenance import name_of
 
 from .axes import Axis, Index
 from .calls import CASTS, args_of, operands_of, options_of
+from .conditions import MASKED_FILL
 from .constant import constant
 from .contraction import PRODUCTS, contraction, reduced
 from .element import Element, operand, resolve
-from .softmax import EXPONENTIALS, MASKED_FILL, SOFTMAX
+from .softmax import EXPONENTIALS, SOFTMAX
 from .views import MOVERS, has_dim, shape_of
 
 aten = torch.ops.aten

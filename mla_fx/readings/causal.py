@@ -22,17 +22,15 @@ from mla_fx.readings.integers import COMPARISONS, IntegerSum, excess, opposite
 from .algebra import complemented
 from .axes import Axis, Index, composite, shifted, subtract
 from .calls import CASTS, args_of, argument
+from .conditions import conditionals, taken_apart
 from .constant import FILLED, FILLS, constant, rounded
 from .element import Element, operand
 from .logits import Mask, Masked
 from .sizes import Size, at_most, plain, product
-from .softmax import MASKED_FILL, NOT
 from .views import integer
 
 aten = torch.ops.aten
 
-BOTH = frozenset({aten.logical_and.default, aten.bitwise_and.Tensor, aten.mul.Tensor})
-EITHER = frozenset({aten.logical_or.default, aten.bitwise_or.Tensor})
 TRIANGLES = frozenset({aten.tril.default, aten.triu.default})
 NUMBERS = {**FILLS, aten.new_full.default: 2}
 MOST_CONDITIONS = 50  # read in one mask: masks that share conditions double with each level
@@ -132,18 +130,13 @@ def _added(element: Element) -> tuple[float, list[IntegerSum]]:
 
 def _zero_or(element: Element) -> tuple[float, list[IntegerSum]]:
     node, index = element.node, element.index
-    if node.target is aten.where.self:
-        condition, chosen, other = args_of(node)
-        ways = [(chosen, other, True), (other, chosen, False)]
-    elif node.target in MASKED_FILL:
-        chosen, condition, other = args_of(node)
-        ways = [(chosen, other, False), (other, chosen, True)]
-    elif node.target is aten.triu.default:
+    if node.target is aten.triu.default:
         return _above(node, index)
-    else:
+    ways = conditionals(node)
+    if not ways:
         return 1.0, _flag(element)
-    for kept, fill, keep_where in ways:
-        if constant(kept) == 0 and (number := constant(fill)) is not None:
+    for condition, kept, replaced, keep_where in ways:
+        if constant(kept) == 0 and (number := constant(replaced)) is not None:
             return number, _conjuncts(operand(condition, index), keep_where)
     raise NoMatch(f"{name_of(node)} adds neither zero nor one fixed number to the scores", node)
 
@@ -188,10 +181,8 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
     node, index = element.node, element.index
     if node.meta["val"].dtype != torch.bool:
         raise NoMatch(f"{name_of(node)} gives {node.meta['val'].dtype}, expected a condition", node)
-    if node.target in NOT:
-        return [(operand(args_of(node)[0], index), not holds)], []
-    if node.target in (BOTH if holds else EITHER):
-        return [(operand(value, index), holds) for value in args_of(node)[:2]], []
+    if parts := taken_apart(element, holds):
+        return parts, []
     if node.target in COMPARISONS:
         compared = excess(node, index)
         return [], [compared if holds else opposite(compared)]

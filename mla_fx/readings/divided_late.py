@@ -9,12 +9,12 @@ from mla_fx.errors import NoMatch
 
 from .axes import Index
 from .calls import CASTS, args_of
+from .conditions import MASKED_FILL
 from .constant import constant
 from .contraction import PRODUCTS, Contraction, contraction, summed
 from .element import Element, first_reader, operand
 from .softmax import (
     EXPONENTIALS,
-    MASKED_FILL,
     Softmax,
     exponent,
     exponential,

@@ -15,12 +15,11 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import Budget, addends, allowance, as_product, as_sum, spend
 from .axes import Index
-from .calls import args_of
+from .conditions import conditionals
 from .constant import constant, rounded
 from .divided_late import SUMS
 from .element import Element, computed_from, operand
 from .reading import Reading
-from .softmax import MASKED_FILL
 
 aten = torch.ops.aten
 
@@ -173,19 +172,12 @@ def _unfilled(logits: Element) -> Element:
 
 
 def _filled(element: Element) -> tuple[Element, Mask] | None:
-    """Read `where(condition, scores, fill)`, either way around, and masked_fill: the scores and the mask."""
+    """Read scores that are filled where a condition holds, or does not: the scores and the mask."""
     dtype, peak = element.dtype, element.peak
     factor, element = element.apart()
     node = element.node
-    if node.target in MASKED_FILL:
-        kept, condition, fill = args_of(node)
-        ways = [(kept, constant(fill), False)]
-    elif node.target is aten.where.self:
-        condition, chosen, other = args_of(node)
-        ways = [(chosen, constant(other), True), (other, constant(chosen), False)]
-    else:
-        return None
-    for kept, number, keep_where in ways:
+    for condition, kept, replaced, keep_where in conditionals(node):
+        number = constant(replaced)
         if number is None or constant(kept) is not None:
             continue
         fill = _as_written(number * factor, dtype)

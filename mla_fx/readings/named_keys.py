@@ -23,6 +23,7 @@ from .axes import Index, extent, fresh
 from .bounds import Bounds, bounded
 from .calls import CASTS, args_of, argument
 from .causal import always
+from .conditions import NOT, conditionals
 from .constant import constant, rounded
 from .contraction import reduced
 from .element import Element, before_cast, element_of, operand, resolve
@@ -30,7 +31,6 @@ from .integers import INTEGERS, IntegerSum, integer_sum
 from .reading import Reading
 from .same_value import same_value
 from .sizes import at_most
-from .softmax import MASKED_FILL, NOT
 from .views import shape_of
 
 aten = torch.ops.aten
@@ -120,10 +120,8 @@ def _replaced(number: Element, counts: Element) -> Element | None:
     node, compare = number.node, _of_number(counts.node)
     if compare is None or not same_value(_uncast(operand(args_of(counts.node)[0], counts.index)), number):
         return None
-    if node.target not in (*MASKED_FILL, aten.where.self):
-        return None
-    one, other = args_of(node)[::2] if node.target in MASKED_FILL else args_of(node)[1:]
-    for kept, elsewhere in ((one, constant(other)), (other, constant(one))):
+    for _, kept, replaced, _ in conditionals(node):
+        elsewhere = constant(replaced)
         if elsewhere is not None and not compare(elsewhere) and isinstance(kept, Node):
             return operand(kept, number.index)
     return None

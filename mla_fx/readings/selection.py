@@ -26,14 +26,14 @@ from .algebra import as_sum
 from .axes import Index, extent
 from .behind import is_product
 from .calls import args_of, argument
-from .causal import BOTH, EITHER, MOST_CONDITIONS, may_hide
+from .causal import MOST_CONDITIONS, may_hide
+from .conditions import conditionals, taken_apart
 from .constant import constant
 from .element import Element, computed_from, operand
 from .logits import Mask
 from .named_keys import named, names_keys, own_numbers
 from .reading import Reading
 from .sizes import Size, at_most
-from .softmax import MASKED_FILL, NOT
 from .views import shape_of
 
 aten = torch.ops.aten
@@ -120,16 +120,14 @@ def _named(mask: Element) -> Iterator[_Part]:
 
 
 def _of_condition(part: _Part) -> list[_Part]:
-    node, index, is_seen = part.element.node, part.element.index, part.is_seen
+    node = part.element.node
     if not all(map(_is_condition, args_of(node)[:2])):
         return []
-    if node.target in NOT:
-        return [part.inner(operand(args_of(node)[0], index), not is_seen)]
-    if node.target not in (BOTH if is_seen else EITHER):
-        return []
-    one, other = (operand(value, index) for value in args_of(node)[:2])
-    ways = (one, other), (other, one)
-    return [part.inner(here, is_seen, Mask(node, there, -math.inf, is_seen)) for here, there in ways]
+    found = taken_apart(part.element, part.is_seen)
+    if len(found) < 2:
+        return [part.inner(inner, is_seen) for inner, is_seen in found]
+    ways = zip(found, reversed(found), strict=True)
+    return [part.inner(here, seen, Mask(node, there, -math.inf, other)) for (here, seen), (there, other) in ways]
 
 
 def _is_condition(value: Any) -> bool:
@@ -149,16 +147,8 @@ def _of_fill(part: _Part) -> list[_Part]:
     node, index = element.origin, element.index
     if element.factor != 1.0 or element.scales is not None:
         return []
-    if node.target is aten.where.self:
-        condition, chosen, other = args_of(node)
-        ways = [(chosen, other, True), (other, chosen, False)]
-    elif node.target in MASKED_FILL:
-        chosen, condition, other = args_of(node)
-        ways = [(chosen, other, False)]
-    else:
-        return []
     found = list[_Part]()
-    for kept, hidden, is_seen in ways:
+    for condition, kept, hidden, is_seen in conditionals(node):
         fill = constant(hidden)
         if fill is None or not fill <= LOWEST or not isinstance(kept, Node):
             continue

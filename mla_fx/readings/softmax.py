@@ -18,6 +18,7 @@ from mla_fx.graph.provenance import name_of
 from .algebra import Sum, as_sum
 from .axes import Axis, Index, fresh, of_axis, shifted
 from .calls import CASTS, args_of, argument
+from .conditions import NOT, conditionals
 from .constant import constant
 from .contraction import reduced, summed
 from .element import Element, element_of, operand, resolve
@@ -27,10 +28,8 @@ from .views import MOVERS, has_dim, shape_of
 aten = torch.ops.aten
 
 SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
-NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 EXPONENTIALS: dict[Any, float] = {aten.exp.default: 1.0, aten.exp2.default: math.log(2)}
 """Each is `exp(number * x)`."""
-MASKED_FILL = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
 LOGARITHMS: dict[Any, float] = {aten.log.default: 1.0, aten.log2.default: math.log(2), aten.logsumexp.default: 1.0}
 """Each, times the number, is the natural logarithm."""
 NAN_REPLACED = (
@@ -305,13 +304,8 @@ def is_peak_guarded(raised: Element) -> bool:
 
 def guarded(node: Node) -> tuple[Node, float | None, Node] | None:
     """The condition, the number where it holds, and the value where it does not, of `where` and `masked_fill`."""
-    if node.target is aten.where.self:
-        condition, number, kept = args_of(node)
-    elif node.target in MASKED_FILL:
-        kept, condition, number = args_of(node)
-    else:
-        return None
-    return condition, constant(number), kept
+    found = next((one for one in conditionals(node) if not one.keep_where), None)
+    return None if found is None else (found.condition, constant(found.replaced), found.kept)
 
 
 def _tests_for_infinity(tested: Element, value: Element) -> bool:
