@@ -21,6 +21,7 @@ from mla_fx.debug.report import Miss, Report
 from mla_fx.driver import discovery
 from mla_fx.driver.compilation import NOT_COMPILED
 from mla_fx.errors import MlaWarning, OptionError
+from mla_fx.ops import forms
 from mla_fx.options import OWN
 from mla_fx.rule import Stage
 
@@ -41,7 +42,6 @@ from .models import (
 
 ALL = "all"
 BY_DEFAULT = "reference"
-OVER_LATENTS = "latent_attention", "mla_attention"  # how the names of operators end that attend over latents
 FEWER = "--layers 1 compiles the first layer alone, which may do without what is not compiled"
 
 
@@ -88,8 +88,7 @@ def run_explain(asked: Asked) -> int:
 def leaves_mla(report: Report) -> bool:
     """Whether attention that looks like MLA is left, or a part of its layer, for another reason than by design."""
     of_any = {rule.name for rule in discovery.rules() if rule.stage == Stage.ATTENTION}  # others need a fused one
-    over_latents = (name for name in report.modules if name.endswith(OVER_LATENTS))
-    fused, of_mla = (_layers(report, names) for names in (report.modules, over_latents))
+    fused, of_mla = (_layers(report, names) for names in (report.modules, report.modules.keys() & forms()))
 
     def is_left(miss: Miss) -> bool:
         layer = layer_of(miss.module)

@@ -18,7 +18,7 @@ from .common.sample import Sampler
 
 __all__ = [
     "ATTENTION", "Operator", "Sample", "Sampler", "catalogue", "check_dtype", "check_letters", "check_rank",
-    "check_shape", "check_tensors", "check_values", "define", "form", "names",
+    "check_shape", "check_tensors", "check_values", "define", "form", "forms", "names",
 ]  # fmt: skip
 
 ATTENTION = "attention"
@@ -42,8 +42,13 @@ def form(given: Mapping[str, Any]) -> str:
     return next((f"{word}_{heads}" for argument, word in ROWS.items() if given.get(argument) is not None), heads)
 
 
+def forms() -> set[str]:
+    """The names of all forms of attention."""
+    given = ({}, {"indices": True}, {"weight_uk": True}, *({"weight_uk": True, rows: True} for rows in ROWS))
+    return set(map(form, given))
+
+
 def names() -> list[str]:
     """The names of all operators and of their forms."""
     known = {name.partition(".")[0] for name in catalogue()}
-    given = ({}, {"indices": True}, {"weight_uk": True}, *({"weight_uk": True, rows: True} for rows in ROWS))
-    return sorted({*known - {ATTENTION}, *map(form, given)})
+    return sorted((known - {ATTENTION}) | forms())

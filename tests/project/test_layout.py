@@ -32,6 +32,18 @@ def test_operators_import_torch_and_nothing_else_of_ours_but_errors():
     check_each(OPERATORS, lambda path: outside(path, *allowed), "Operators import torch, and errors of the package")
 
 
+def test_what_takes_less_time_is_asked_of_the_target():
+    """What PyTorch can do on a device is in one file."""
+    rules = (ROOT / "patterns").rglob("*.py")
+
+    def offences(path):
+        text = path.read_text(encoding="utf-8")
+        return [words for words in ("measured", "device.type") if words in text]
+
+    plain = [path for path in (*OPERATORS, *rules) if path.name != "machine.py"]
+    check_each(plain, offences, "Operators and rules have no measured numbers, and know no devices")
+
+
 def test_nothing_imports_a_pattern_or_a_target_by_name():
     """A large pattern has its own folder. Targets may share one, and a folder may build on another's."""
     targets = [f"lowering.{found.name}" for found in (ROOT / "lowering").iterdir() if found.is_dir()]

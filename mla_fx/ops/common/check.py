@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from .machine import is_on_cpu
 from .sizes import statically_known_true
 
 _VALUES_ON_DEVICES = ContextVar("check_values", default=False)
@@ -187,4 +188,4 @@ def check_values() -> Iterator[None]:
 def readable(tensor: Tensor) -> bool:
     """Whether the values of a tensor can be checked now; fake and meta tensors have none."""
     has_values = not is_fake(tensor) and not tensor.is_meta
-    return has_values and (tensor.device.type == "cpu" or _VALUES_ON_DEVICES.get())
+    return has_values and (is_on_cpu(tensor) or _VALUES_ON_DEVICES.get())

@@ -1,8 +1,13 @@
-"""What the processor can do."""
+"""What the processor can do, and what is on it."""
 
 import functools
 
 import torch
+from torch import Tensor
+
+
+def is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def multiplies_pairs() -> bool:

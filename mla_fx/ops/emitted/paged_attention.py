@@ -18,7 +18,7 @@ from .attention.pages import check_block_table, gathered, tiles
 from .attention.softmax import as_mask, check_mask, masked, share
 from .attention.tiles import Form, at_once, attend, rows_first, seen_keys
 
-MANY = 64  # query tokens; measured on a CPU, where tiles are slower from about a hundred on
+MANY = 64  # query tokens, beside whose products a copy of the contexts costs little
 
 
 @dataclass(frozen=True)

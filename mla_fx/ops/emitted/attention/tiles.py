@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from mla_fx.ops.common.machine import is_on_cpu
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sizes import statically_known_true
 
@@ -191,7 +192,7 @@ def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]
     """Padded on a CPU: for different widths its kernel is not used, and all scores are stored."""
     parts = query, key, value
     widest = max(part.shape[3] for part in parts)
-    return (pad(part, (0, widest - part.shape[3])) if query.device.type == "cpu" else part for part in parts)
+    return (pad(part, (0, widest - part.shape[3])) if is_on_cpu(query) else part for part in parts)
 
 
 def _own(
@@ -201,7 +202,7 @@ def _own(
     most = 1.0 if value.dtype == torch.float16 else share(key.shape[2])
     given = query, key, value * most
     out = scaled_dot_product_attention(*given, attn_mask=mask, is_causal=is_causal, scale=scale) * (1 / most)
-    if mask is not None and query.device.type != "cpu":  # not every kernel gives zeros for a row that sees nothing
+    if mask is not None and not is_on_cpu(query):  # not every kernel gives zeros for a row that sees nothing
         seen = mask if mask.dtype == torch.bool else mask != -torch.inf
         out = out.masked_fill(~seen.any(-1, keepdim=True), 0)
     return out
@@ -220,7 +221,7 @@ def _expressed(query: Tensor, mask: Tensor | None, fill: float | None) -> Tensor
 
 def _mask_dtype(query: Tensor) -> torch.dtype:
     """The dtype in which a mask is added to scores."""
-    return accumulation_dtype(query.dtype) if query.device.type == "cpu" else query.dtype
+    return accumulation_dtype(query.dtype) if is_on_cpu(query) else query.dtype
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor | None:
