@@ -118,7 +118,7 @@ class _NoRotaryPart(WeightedQuery, NoRotaryPart):
 
 
 class _NoRotaryPartAppended(_NoRotaryPart, GrowingCache):
-    """The same with a cache that grows by cat."""
+    """A cache that grows by cat has no rotary part."""
 
 
 class KvRmsnormRopeCache(Rule):

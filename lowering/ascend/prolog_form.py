@@ -96,7 +96,7 @@ def page_size(positions: int | torch.SymInt, sizes: Sequence[int] = PAGE_SIZES) 
 
 
 def formed(a: A) -> A:
-    """The same call with pages, adjacent pairs, and tables for each token."""
+    """Give a call pages, adjacent pairs, and tables for each token."""
     return replace(
         interleaved(paged(a)),
         cache_index=slots(a.cache_index, a.kv_cache) if a.cache_mode == "Norm" else a.cache_index,
@@ -106,7 +106,7 @@ def formed(a: A) -> A:
 
 
 def interleaved(a: A) -> A:
-    """The same call for a kernel that rotates adjacent columns."""
+    """Order the columns of a call for a kernel that rotates adjacent ones."""
     if a.rope_layout != "half_half":
         return a
     heads, width = a.weight_uk.shape[0], a.weight_dkv_kr.shape[1] - a.weight_uk.shape[2]
@@ -125,7 +125,7 @@ def interleaved(a: A) -> A:
 
 
 def paged(a: A, pages: Callable[[Tensor, int], Tensor] | None = None) -> A:
-    """The same call with the caches as pages. cache_index still counts within its batch row. The empty kr_cache of
+    """Make the caches of a call pages. cache_index still counts within its batch row. The empty kr_cache of
     packed rows stays as it is."""
     if a.cache_mode != "Norm":
         return a

@@ -70,7 +70,7 @@ def one_weight(weight_uk: Tensor, weight_uv: Tensor) -> Tensor:
 
 
 def _up_to_last_key(a: Arguments) -> Arguments:
-    """The same without the keys that no row sees behind the last one that is seen."""
+    """Drop the keys behind the last one that some row sees."""
     end = _end(a)
     if end == a.kv_cache.shape[1]:
         return a

@@ -40,7 +40,7 @@ def _library() -> Any:
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same as lightning_index."""
+    """Compute lightning_index by the kernel, some query rows at a time."""
     if a.query.dtype not in DTYPES or _library() is None:  # the check of a rewrite computes in float64
         return lightning_index.body(a)
     if a.block_table is not None:

@@ -77,7 +77,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Any]:
 
 
 def run(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same as lightning_index."""
+    """Compute lightning_index by the kernel, some query rows at a time."""
     return by_rows(a, index_scores_into, AT_ONCE)
 
 

@@ -71,7 +71,7 @@ def _by_blocks_and_rows(update: CacheUpdate) -> Iterator[CacheUpdate]:
 
 
 def _of_whole_blocks(update: CacheUpdate, at: At, lead: tuple[Axis, ...], inner: int) -> CacheUpdate:
-    """The same update as `cache[blocks] = rows`, where dimension `inner` counts the rows of a block."""
+    """The update as `cache[blocks] = rows`, where dimension `inner` counts the rows of a block."""
     axes = (*lead, *update.index[inner].axes)
     sizes = [axis.size for axis in axes]
     token = Axis(product(sizes))

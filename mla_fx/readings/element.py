@@ -115,7 +115,7 @@ class Element:
         return found if self.scales is None else replace(found, scales=self.scales.at(replacements))
 
     def renamed(self, replacements: Mapping[Axis, Index]) -> Element:
-        """The same element with other names for its axes; it is not followed any further."""
+        """The element with other names for its axes; it is not followed any further."""
         if not any(speaks_of(part, replacements) for part in (*self.index, *self.seen[1])):
             return self
         index, top = _substituted(self.origin, self.index, replacements), self.top

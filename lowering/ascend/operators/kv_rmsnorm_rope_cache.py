@@ -171,7 +171,7 @@ def is_unpaged(a: Arguments) -> bool:
 
 
 def formed(a: Arguments) -> Arguments:
-    """The same call with pages, slots [B*S], and tables for each token."""
+    """Give a call pages, slots [B*S], and tables for each token."""
     batch, _, tokens, _ = a.kv.shape
     cos, sin = (None if table is None else table.expand(batch, -1, tokens, -1) for table in (a.cos, a.sin))
     index = slots(a.index, a.ckv_cache).expand(batch, -1).flatten()
@@ -179,7 +179,7 @@ def formed(a: Arguments) -> Arguments:
 
 
 def paged(a: Arguments, pages: Callable[[Tensor, int], Tensor] = as_pages) -> Arguments:
-    """The same call with both caches as pages of one size. index still counts within its batch row."""
+    """Make both caches of a call pages of one size. index still counts within its batch row."""
     size = page_size(a.ckv_cache.shape[2], INT8_PAGE_SIZES)
     assert size is not None, "other caches were refused"
     return replace(a, k_cache=pages(a.k_cache, size), ckv_cache=pages(a.ckv_cache, size), cache_mode="PA")

@@ -166,7 +166,7 @@ def is_long(surface: Surface, a: Arguments) -> bool:
 
 
 def one_by_one(a: Arguments) -> Arguments:
-    """The same call with tokens [T, He], in any number. Slots count through all pages anyway."""
+    """Make the tokens of a call [T, He], in any number. Slots count through all pages anyway."""
     assert a.cache_index is not None and a.cache_mode.startswith("PA"), "other cache modes were refused"
     names = ("token_x", "rope_sin", "rope_cos", "cache_index")
     return replace(a, **{name: getattr(a, name).flatten(0, 1) for name in names})

@@ -115,7 +115,7 @@ def page_sizes(a: Arguments) -> tuple[int, ...]:
 
 
 def one_headed(a: Arguments) -> arguments.Arguments:
-    """The same contexts and masks, as what reads them expects these."""
+    """The contexts and masks of a call, in the record that the rules of the kernel read."""
     keys = a.key_cache.flatten(2)
     return arguments.Arguments(
         a.query, None, keys, None, a.mask, a.context_lens, None, a.block_table, scale=a.scale, fill=a.fill

@@ -68,7 +68,7 @@ def body(a: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def kernel(a: Arguments) -> tuple[Tensor, Tensor]:
-    """The same by tiles of query rows, if there are many."""
+    """Compute `body` by tiles of query rows, if there are many."""
     return in_parts(a, row_tiles(a.query, context_of(a.key, a.block_table)), body)
 
 
@@ -87,7 +87,7 @@ def in_parts(a: Arguments, rows: Iterable[tuple[int, int]], compute: Compute) ->
 
 
 def by_rows(a: Arguments, store: Store, at_once: int) -> tuple[Tensor, Tensor]:
-    """The same for some query rows at a time: a kernel stores scores [B, S, T], at most `at_once` of them."""
+    """Compute `body` for some query rows at a time: a kernel stores scores [B, S, T], at most `at_once` of them."""
     batch, steps = a.query.shape[:2]
     many = max(1, at_once // max(1, batch * context_of(a.key, a.block_table)))
     rows = ((first, first + many) for first in range(0, max(1, steps), many))

@@ -87,7 +87,7 @@ def body(a: Arguments) -> Tensor:
 
 
 def from_copies(a: Arguments, choose: Form = at_once) -> Tensor:
-    """The same from a copy of the contexts."""
+    """Compute `body` from a copy of the contexts."""
     heads = a.query.shape[2]
     keys, values = (
         rows.to(a.query.dtype).transpose(1, 2).repeat_interleave(heads // rows.shape[2], 1)
@@ -217,7 +217,7 @@ def sample(dtype: torch.dtype, seed: int, steps: int, kv_heads: int = 2) -> tupl
 def in_codes(
     dtype: torch.dtype, seed: int, steps: int, lens: Tensor, offsets: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same with caches of codes."""
+    """A sample whose caches hold codes."""
     query, *caches, table = sample(dtype, seed, steps)
     draw = Sampler(dtype, seed + 100)
     codes = [(cache * 40).round().clamp(-128, 127).to(torch.int8) for cache in caches]

@@ -111,7 +111,7 @@ def attend(surface: Surface, a: Arguments, **options: Any) -> tuple[Tensor, Tens
 
 
 def lengths(a: Arguments) -> Tensor | None:
-    """The same as kernel.lengths, but for a mask no fewer than there are queries, which the kernel wants."""
+    """What kernel.lengths says, but for a mask no fewer than there are queries, which the kernel wants."""
     seen = kernel.lengths(a)
     return seen if seen is None or a.mask is None else seen.clamp(min=a.query.shape[1])
 

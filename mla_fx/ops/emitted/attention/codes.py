@@ -41,7 +41,7 @@ def of_rows(scales: Tensor | None, cache: Tensor) -> Tensor | None:
 
 
 def dequantised(a: Arguments) -> Arguments:
-    """The same call with numbers in the place of codes, for contexts in one piece."""
+    """Replace the codes of contexts in one piece by numbers."""
     if a.kv_scales is None:
         return a
     dtype = dtype_of(a)

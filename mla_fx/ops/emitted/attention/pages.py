@@ -33,7 +33,7 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
 
 
 def unpaged(a: Arguments) -> Arguments:
-    """The same call without a block table and codes: rows are copied out of pages, and codes become numbers."""
+    """Copy the rows of a call out of its pages, and replace codes by numbers."""
     if a.block_table is None:
         return dequantised(a)
     pages = {name: _in_rows(getattr(a, name)) for name in SCALES if getattr(a, name) is not None}
@@ -44,7 +44,7 @@ def unpaged(a: Arguments) -> Arguments:
 
 
 def in_one_piece(a: Arguments) -> Arguments:
-    """The same, with contexts as contiguous rows, [B, T, width]."""
+    """Make the contexts of a call contiguous rows, [B, T, width]."""
     a = unpaged(a)
     kr_cache = None if a.kr_cache is None else a.kr_cache.contiguous()
     return replace(a, kv_cache=a.kv_cache.contiguous(), kr_cache=kr_cache)
@@ -97,7 +97,7 @@ def check_contexts(arguments: Any, sizes: Sizes) -> None:
 
 
 def _without_fractals(arguments: Any) -> Any:
-    """The same call with pages of rows in the place of those in FRACTAL_NZ."""
+    """Replace pages in FRACTAL_NZ by pages of rows."""
     widths = {"kv_cache": "Hckv", "kr_cache": "Dr"}
     caches = {name: getattr(arguments, name) for name in widths if getattr(arguments, name) is not None}
     for name, pages in caches.items():

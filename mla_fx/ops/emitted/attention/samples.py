@@ -136,7 +136,7 @@ def in_codes(
 
 
 def in_fractals(args: tuple[Any, ...], options: dict[str, Any]) -> Given:
-    """The same call with its pages in FRACTAL_NZ."""
+    """Lay out the pages of a call in FRACTAL_NZ."""
 
     def form(pages: Tensor) -> Tensor:
         return pages.view(*pages.shape[:2], -1, 32 // pages.element_size()).transpose(1, 2).contiguous()
@@ -145,7 +145,7 @@ def in_fractals(args: tuple[Any, ...], options: dict[str, Any]) -> Given:
 
 
 def head_samples(dtype: torch.dtype) -> Iterator[Sample]:
-    """The same calls of heads whose keys and values are expanded, in both forms."""
+    """Expand keys and values of heads from the latents of these calls, in both forms."""
     for form, limit in (("expanded", 0), ("absorbed", 3)):
         for one in latent_samples(dtype):
             yield Sample(f"{form}, {one.mode}", *with_heads(one.args, one.kwargs | {"max_absorbed_tokens": limit}))
@@ -173,7 +173,7 @@ def packed(dtype: torch.dtype, seed: int, options: dict[str, Any], *lens: int) -
 
 
 def with_heads(args: tuple[Any, ...], options: dict[str, Any]) -> Given:
-    """The same call with queries [B, S, N, D] and weights."""
+    """Give a call queries [B, S, N, D] and weights."""
     query, *rest = args
     (heads, rank), nope, value, draw = query.shape[2:], 8, 6, Sampler(query.dtype)
     up = draw.weight(heads, nope + value, rank, fan_in=rank)
