@@ -118,7 +118,7 @@ class _NoRotaryPart(WeightedQuery, NoRotaryPart):
 
 
 class _NoRotaryPartAppended(_NoRotaryPart, GrowingCache):
-    """A cache that grows by cat has no rotary part."""
+    """A cache that grows by cat, without a rotary part."""
 
 
 class KvRmsnormRopeCache(Rule):

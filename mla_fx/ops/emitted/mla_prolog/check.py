@@ -284,7 +284,7 @@ def check_quantized(a: Arguments) -> None:
 
 
 def as_v3(a: Arguments) -> V3Arguments:
-    """Arguments of mla_prolog as those of mla_prolog_v3. Its check takes them if weight_uq_qr is int8, its body always."""
+    """Arguments of mla_prolog for mla_prolog_v3, whose check takes int8 weights of uq_qr, and whose body takes all."""
     has_codes, is_int8 = (tensor.dtype == torch.int8 for tensor in (a.kv_cache, a.weight_uq_qr))
     return V3Arguments(**vars(a), weight_quant_mode=int(is_int8), kv_cache_quant_mode=2 * has_codes)
 
