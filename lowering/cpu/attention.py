@@ -18,12 +18,10 @@ from mla_fx.target import Compiled
 
 from ..loops.attention import absorbed_by, at_run_time, check_forms, from_copies, tiled
 from ..loops.costs import has_few_scores
-from . import chosen_keys, heads_over_rows, packed_sequences, prompts
-from .attention_over_rows import MANY_SCORES, attend, check_served, run
+from . import chosen_keys, costs, heads_over_rows, packed_sequences, prompts
+from .attention_over_rows import attend, check_served, run
 
 OPERATOR = "attention"
-FEW_SCORES = 2**13  # measured: with fewer, a call takes longer than loops that are compiled with what is around them
-FEW_KEYS = 2**8  # measured: with fewer, copying them takes less time than a call
 
 absorbed_over_rows = absorbed_by(attend)
 
@@ -40,8 +38,10 @@ def lower_latents(a: Arguments) -> Compiled:
     check_served(a.query, a.kv_cache, a.block_table)
     context = context_of(a.kv_cache, a.block_table)
     scores = count_of_scores(a.query, context)
-    is_small = scores is not None and scores <= (MANY_SCORES if context <= FEW_KEYS else FEW_SCORES)
-    return from_copies if is_small and not a.return_lse else attend
+    if scores is None or a.return_lse:
+        return attend
+    most = costs.SCORES_IN_ONE_PIECE if context <= costs.COPIED_KEYS else costs.SCORES_IN_PAGES
+    return from_copies if scores <= most else attend
 
 
 def lower_heads(a: Arguments) -> Compiled:

@@ -28,11 +28,11 @@ from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.ops.emitted.attention.softmax import share
 from mla_fx.ops.emitted.attention.tiles import count_of_scores
 
+from . import costs
 from .built import built
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CALL = struct.Struct("55q3d")  # `Call` in the C++ file
-MANY_SCORES = 2**17
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -43,7 +43,7 @@ def check_served(query: Tensor, kv_cache: Tensor, block_table: Tensor | None) ->
     if query.device.type != "cpu" or dtype not in DTYPES or kv_cache.dim() != 3:
         raise NoMatch("the kernel is for CPUs, caches of rows, and at most 32 bits")
     scores = count_of_scores(query, context_of(kv_cache, block_table))
-    is_small = scores is not None and scores <= MANY_SCORES
+    is_small = scores is not None and scores <= costs.SCORES_IN_ONE_PIECE
     if block_table is None and (is_small or dtype != torch.bfloat16):
         raise NoMatch("for contexts in one piece, the kernel is for many scores of bfloat16")
     if not is_built():

@@ -9,6 +9,14 @@ from mla_fx.readings.sizes import Size
 MOST_ABSORBED = 128  # query tokens
 WITHOUT_TILES = 64  # the same without AMX, for contexts of at most SHORT tokens
 SHORT = 2048
+
+# Scores of all heads, at most, for which loops that are compiled with what is around them take no longer than a kernel
+SCORES_IN_PAGES = 2**13
+SCORES_IN_ONE_PIECE = 2**17  # of contexts that are no pages, or that have few keys and are copied out of them
+SCORES_OF_HEADS = 2**20
+SCORES_OF_AN_INDEXER = 2**14
+COPIED_KEYS = 2**8  # of a context, at most
+
 CHOSEN = 4  # times as many keys as are chosen: with fewer, attention of latents to all of them takes less time
 EXPANDED, READ = 3, 64  # the same for heads, without AMX: times as many keys, and more for each head that shares them
 

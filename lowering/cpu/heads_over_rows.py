@@ -13,10 +13,9 @@ from mla_fx.ops.emitted.attention.parts import of_heads, of_sequences
 from mla_fx.ops.emitted.attention.softmax import aligned, fake_sums
 from mla_fx.ops.emitted.attention.tiles import count_of_scores, last_seen, parts
 
-from . import attention_over_rows
+from . import attention_over_rows, costs
 
 EXPANDED = 2**23  # elements of keys and values at a time; measured: memory is taken anew for larger ones
-FEW_SCORES = 2**20  # measured: loops take no longer for these
 
 
 def is_fast(a: Arguments) -> bool:
@@ -28,7 +27,7 @@ def is_fast(a: Arguments) -> bool:
 def has_many_scores(a: Arguments) -> bool:
     """Whether loops are slower; True if sizes are symbols."""
     scores = count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
-    return scores is None or scores > FEW_SCORES
+    return scores is None or scores > costs.SCORES_OF_HEADS
 
 
 def attend(a: Arguments) -> Results:

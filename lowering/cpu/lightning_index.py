@@ -15,12 +15,12 @@ from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.ops.emitted.attention.tiles import count_of_scores
 from mla_fx.ops.emitted.lightning_index import Arguments, by_rows
 
+from . import costs
 from .attention_over_rows import DTYPES
 from .built import built
 
 OPERATOR = "lightning_index"
 CALL = struct.Struct("6q18qd")  # `Call` in the C++ file
-FEW_SCORES = 2**14  # of all heads; loops take no longer for these
 AT_ONCE = 2**22  # scores that are held
 
 
@@ -28,7 +28,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Any]:
     if a.query.device.type != "cpu" or a.query.dtype not in DTYPES:
         raise NoMatch("the kernel is for CPUs, and at most 32 bits")
     count = count_of_scores(a.query, context_of(a.key, a.block_table))
-    if count is not None and count <= FEW_SCORES:
+    if count is not None and count <= costs.SCORES_OF_AN_INDEXER:
         raise NoMatch("loops are as fast for few keys")
     if _library() is None:
         raise NoMatch("its C++ kernel was not built")

@@ -9,6 +9,7 @@ import torch
 from lib.kernels import compiled_call, doubled, error
 from lib.prompt_calls import BATCH, CALLS, KEYS, NOPE, VALUE, call
 from mla_fx.lowering.cpu import attention as lowering
+from mla_fx.lowering.cpu import costs as cpu_costs
 from mla_fx.lowering.cpu import heads_over_rows, prompts
 from mla_fx.lowering.loops import costs
 
@@ -91,7 +92,7 @@ def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
 def test_heads_over_rows_are_called_where_pairs_are_multiplied(monkeypatch):
     for name in ("condition", "no mask"):
         monkeypatch.setattr(heads_over_rows, "is_fast", lambda a: True)
-        monkeypatch.setattr(heads_over_rows, "FEW_SCORES", 0)
+        monkeypatch.setattr(cpu_costs, "SCORES_OF_HEADS", 0)
         a = CALLS[name]
         found, code = compiled_call(attention.operator, a)
         assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
