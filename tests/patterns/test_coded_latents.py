@@ -197,8 +197,16 @@ EACH = [*itertools.product(FUSED, CODES), (FlashMla, torch.float8_e4m3fn)]
 QUICK = [(kind, torch.int8) for kind in FUSED]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EACH if case not in QUICK]
 IN_TURNS = [*zip(FUSED, itertools.cycle(CODES), strict=False), EACH[-1]]  # each layer once, and each kind of codes
+BY_A_COMPILER = Coded, Pages, FlashMla, Absorbed
 COMPILED = [
-    pytest.param(*case, marks=pytest.mark.slow if case in IN_TURNS else pytest.mark.campaign) for case in EACH
+    pytest.param(
+        *case,
+        marks=[
+            pytest.mark.slow if case in IN_TURNS else pytest.mark.campaign,
+            *([pytest.mark.compiled] if case[0] in BY_A_COMPILER else []),
+        ],
+    )
+    for case in EACH
 ]
 
 
@@ -246,7 +254,6 @@ def test_codes_are_read(kind, codes):
     assert report.checked and (kind is FlashMla or not report.unchecked)  # bytes are not drawn as a page's
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize(("kind", "codes"), COMPILED)
 def test_compiled(kind, codes):
     for dtype in (torch.float32, torch.bfloat16):
