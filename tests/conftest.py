@@ -15,13 +15,13 @@ from functorch.compile import make_boxed_func
 from lib import outcomes
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
-from mla_fx.lowering import inductor
 
 from mla_fx.comparing import plans, region
 from mla_fx.passes import prove
 
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
 ABOUT_GRAPHS = ("patterns", "readings", "soundness")  # folders of tests
+IS_STARTED_BY_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 
 
 def pytest_addoption(parser):
@@ -56,7 +56,7 @@ def pytest_unconfigure():
 def inductor_cache(tmp_path_factory):
     """One cache folder for all processes of a run: nothing compiled earlier by other code is found in it."""
     with pytest.MonkeyPatch.context() as patch:
-        if "PYTEST_CURRENT_TEST" not in os.environ:  # no test started this process
+        if not IS_STARTED_BY_A_TEST:
             folder = tmp_path_factory.getbasetemp()
             run = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(run / "inductor"))
@@ -78,6 +78,8 @@ def interpreted(request, monkeypatch):
     has_mark = request.node.get_closest_marker
     is_about_graphs = request.path.parent.name in ABOUT_GRAPHS or has_mark("interpreted")
     if is_about_graphs and not has_mark("compiled") and not request.config.getoption("--campaign"):
+        from mla_fx.lowering import inductor
+
         monkeypatch.setattr(inductor, "compile_fx_inner", lambda gm, inputs, **_: make_boxed_func(gm.forward))
 
 

@@ -58,6 +58,14 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
 # --- in one process, which forgets ------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_caches(tmp_path_factory):
+    """No other process finds what is compiled here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("caches")))
+        yield
+
+
 @pytest.fixture
 def kept():
     counted()
