@@ -28,8 +28,8 @@ class Conditional(NamedTuple):
 
 
 def conditionals(node: Node) -> tuple[Conditional, ...]:
-    """Both ways to read `where` and `masked_fill`, the second with what stands where the condition does not hold as
-    kept; none for other calls."""
+    """Both ways to read `where` and `masked_fill`, first with what is kept where the condition holds; none for other
+    calls."""
     if node.target is aten.where.self:
         condition, one, other = args_of(node)
     elif node.target in MASKED_FILL:
@@ -40,7 +40,8 @@ def conditionals(node: Node) -> tuple[Conditional, ...]:
 
 
 def taken_apart(condition: Element, holds: bool) -> list[tuple[Element, bool]]:
-    """Conditions with what they are, all of them, exactly where `condition` is `holds`; none if it is of no others."""
+    """The conditions that a condition is made of, each with its value: all have theirs exactly where `condition` is
+    `holds`. None if it is made of no others."""
     node, index = condition.node, condition.index
     if node.target in NOT:
         return [(operand(args_of(node)[0], index), not holds)]
