@@ -36,9 +36,7 @@ from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
 from . import cpu, cuda, loops
-from .cpu import costs as cpu_costs
-from .cpu import few_rows
-from .cuda import costs as cuda_costs
+from .cpu import costs, few_rows
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
@@ -94,12 +92,10 @@ class Inductor(Target):
         return plain if alone else cuda.lowerings(cpu.lowerings(plain), _kernels(options))
 
     def most_absorbed_tokens(self, device: torch.device, context: Size) -> int:
-        costs = cuda_costs if device.type == "cuda" else cpu_costs
-        most: int = costs.most_absorbed_tokens(context)
-        return most
+        return costs.most_absorbed_tokens(device, context)
 
     def refuse(self, a: Arguments) -> None:
-        (cuda_costs if a.query.device.type == "cuda" else cpu_costs).refuse(a)
+        costs.refuse(a)
 
     def plain_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with weights, from fused operators and from all others."""

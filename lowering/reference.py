@@ -32,7 +32,7 @@ class Reference(Target):
         return bool(options.get("pieces"))
 
     def most_absorbed_tokens(self, device: torch.device, context: Size) -> int:
-        return costs.most_absorbed_tokens(context)
+        return costs.most_absorbed_tokens(device, context)
 
     def refuse(self, a: Arguments) -> None:
         costs.refuse(a)

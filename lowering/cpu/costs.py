@@ -1,4 +1,6 @@
-"""Which form of attention takes less time on CPUs: measured numbers."""
+"""Which form of attention takes less time: numbers that were measured on CPUs."""
+
+import torch
 
 from mla_fx.errors import ByDesign
 from mla_fx.ops.common.machine import multiplies_tiles
@@ -7,7 +9,7 @@ from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.readings.sizes import Size
 
 MOST_ABSORBED = 128  # query tokens
-WITHOUT_TILES = 64  # the same without AMX, for contexts of at most SHORT tokens
+MOST_WITHOUT_TILES = 64  # the same without AMX, for contexts of at most SHORT tokens
 SHORT = 2048
 
 # Scores of all heads, at most, for which loops that are compiled with what is around them take no longer than a kernel
@@ -18,20 +20,25 @@ SCORES_OF_AN_INDEXER = 2**14
 COPIED_KEYS = 2**8  # of a context, at most
 
 CHOSEN = 4  # times as many keys as are chosen: with fewer, attention of latents to all of them takes less time
-EXPANDED, READ = 3, 64  # the same for heads, without AMX: times as many keys, and more for each head that shares them
+OF_HEADS, SHARED = 3, 64  # the same for heads, without AMX: times as many keys, and more for each head that shares them
 
 
-def most_absorbed_tokens(context: Size) -> int:
+def most_absorbed_tokens(device: torch.device, context: Size) -> int:
     """The number of query tokens from which on heads are expanded."""
-    is_short = isinstance(context, int) and context <= SHORT
-    return min(MOST_ABSORBED, WITHOUT_TILES) if is_short and not multiplies_tiles() else MOST_ABSORBED
+    is_short = device.type == "cpu" and isinstance(context, int) and context <= SHORT
+    return min(MOST_ABSORBED, MOST_WITHOUT_TILES) if is_short and not multiplies_tiles() else MOST_ABSORBED
 
 
 def refuse(a: Arguments) -> None:
-    """Raise ByDesign for attention to chosen keys that takes longer than attention to all. Where a size is known at run
-    time only, the kernel chooses then."""
+    """Raise ByDesign for a call that takes longer than what it would replace. Where a size is known at run time only,
+    the kernel chooses then."""
+    is_on_cpu = a.query.device.type == "cpu"
+    if a.lens is not None and not is_on_cpu:
+        raise ByDesign("only CPUs attend to packed sequences by one call")
     if a.indices is None:
         return
+    if a.weight_uk is not None and not is_on_cpu:
+        raise ByDesign("only CPUs read the chosen keys alone for a prompt")
     keys, count, heads = context_of(a.kv_cache, a.block_table), a.indices.shape[-1], a.query.shape[2]
     if not all(isinstance(size, int) for size in (keys, count, heads)):
         return
@@ -42,4 +49,4 @@ def refuse(a: Arguments) -> None:
 def fewest(chosen: int, heads: int) -> int:
     """The number of keys from which on a prompt that reads the chosen ones alone takes less time. Heads share what is
     read."""
-    return EXPANDED * chosen + READ * chosen // heads
+    return OF_HEADS * chosen + SHARED * chosen // heads

@@ -51,7 +51,8 @@ def run_case(case: Case, *more: Rule) -> Report:
 
 
 def check_accepted(case: Case, *more: Rule) -> Report:
-    """Check that the case fuses exactly as it says, with the same results. Raises AssertionError."""
+    """Check that the case fuses exactly as it says, with the same results, and return the report. Raises
+    AssertionError."""
     report = run_case(case, *more)
     assert {**report.fused, **report.pieces} == case.fused, f"expected {dict(case.fused)}, {report}"
     return report

@@ -16,9 +16,10 @@ from mla_fx.graph.provenance import ORIGINS, fused_name, module_of, note_sources
 from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.matching.match import Match, NearestMiss
+from mla_fx.ops.common.define import on_arguments
 from mla_fx.ops.emitted.attention.arguments import Arguments
 from mla_fx.readings.calls import noting
-from mla_fx.rewriting.draft import Change, Draft, fake_of, in_order
+from mla_fx.rewriting.draft import Change, Draft, in_order
 from mla_fx.rewriting.emitter import Emitter
 from mla_fx.rewriting.plan import Plan
 from mla_fx.rewriting.replacement import ATTENTION, change_of, check_nothing_is_lost, fitted
@@ -170,8 +171,7 @@ def _ask_target(run: Run, rule: Rule, plan: Change) -> None:
     for its lowering."""
     for call in plan.fused:
         if call.target is ATTENTION:
-            options = {name: fake_of(value) for name, value in call.kwargs.items()}
-            run.target.refuse(Arguments(*map(fake_of, call.args), **options))
+            lowered(call, on_arguments(run.target.refuse, Arguments))
         try:
             _ask_about(run, call)
         except NoMatch as refusal:

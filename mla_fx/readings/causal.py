@@ -22,7 +22,7 @@ from mla_fx.readings.integers import COMPARISONS, IntegerSum, excess, opposite
 from .algebra import complemented
 from .axes import Axis, Index, composite, shifted, subtract
 from .calls import CASTS, args_of, argument
-from .conditions import conditionals, taken_apart
+from .conditions import conditionals, conditions_of
 from .constant import FILLED, FILLS, constant, rounded
 from .element import Element, operand
 from .logits import Mask, Masked
@@ -181,7 +181,7 @@ def _taken_apart(element: Element, holds: bool) -> tuple[list[tuple[Element, boo
     node, index = element.node, element.index
     if node.meta["val"].dtype != torch.bool:
         raise NoMatch(f"{name_of(node)} gives {node.meta['val'].dtype}, expected a condition", node)
-    if parts := taken_apart(element, holds):
+    if parts := conditions_of(element, holds):
         return parts, []
     if node.target in COMPARISONS:
         compared = excess(node, index)

@@ -39,7 +39,7 @@ def conditionals(node: Node) -> tuple[Conditional, ...]:
     return Conditional(condition, one, other, True), Conditional(condition, other, one, False)
 
 
-def taken_apart(condition: Element, holds: bool) -> list[tuple[Element, bool]]:
+def conditions_of(condition: Element, holds: bool) -> list[tuple[Element, bool]]:
     """The conditions that a condition is made of, each with its value: all have theirs exactly where `condition` is
     `holds`. None if it is made of no others."""
     node, index = condition.node, condition.index

@@ -27,7 +27,7 @@ from .axes import Index, extent
 from .behind import is_product
 from .calls import args_of, argument
 from .causal import MOST_CONDITIONS, may_hide
-from .conditions import conditionals, taken_apart
+from .conditions import conditionals, conditions_of
 from .constant import constant
 from .element import Element, computed_from, operand
 from .logits import Mask
@@ -123,7 +123,7 @@ def _of_condition(part: _Part) -> list[_Part]:
     node = part.element.node
     if not all(map(_is_condition, args_of(node)[:2])):
         return []
-    found = taken_apart(part.element, part.is_seen)
+    found = conditions_of(part.element, part.is_seen)
     if len(found) < 2:
         return [part.inner(inner, is_seen) for inner, is_seen in found]
     ways = zip(found, reversed(found), strict=True)

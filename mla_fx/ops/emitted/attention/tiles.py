@@ -143,10 +143,8 @@ def is_expressible(query: Tensor, context: int, mask: Tensor | None, fill: float
 
 def goes_by_tiles(queries: Tensor, context: int) -> bool:
     """Whether the scores of queries [B, S, N, ...] take more than one tile; False for few scores."""
-    batch, steps, heads = queries.shape[:3]
-    if isinstance(steps, int) and steps <= FEW:
-        return False
-    return not statically_known_true(batch * steps * heads * context <= TILE)
+    steps = queries.shape[1]
+    return not (isinstance(steps, int) and steps <= FEW) and not fit_a_tile(queries, context)
 
 
 def rows_first(out: Tensor) -> Tensor:
@@ -161,9 +159,8 @@ def count_of_scores(queries: Tensor, context: int) -> int | None:
 
 
 def fit_a_tile(queries: Tensor, context: int) -> bool:
-    """Whether all scores of queries [B, S, N, ...] are few enough to be stored at once; False for symbols."""
-    scores = count_of_scores(queries, context)
-    return scores is not None and scores <= TILE
+    """Whether all scores of queries [B, S, N, ...] are few enough to be stored at once, whatever sizes are symbols."""
+    return statically_known_true(math.prod((*queries.shape[:3], context)) <= TILE)
 
 
 def row_tiles(queries: Tensor, context: int) -> Iterator[tuple[int, int]]:
