@@ -115,6 +115,8 @@ def refuse_latent(surface: Surface, query: Named, rope: Named, caches: Sequence[
 
 def refuse_masks(surface: Surface, a: Arguments, tokens: int) -> None:
     """Raises NoMatch for masks that the kernel cannot take."""
+    if a.fill is not None and a.fill > causal_masks.HIDDEN:
+        raise NoMatch(f"hidden scores are {a.fill:.6g}; {KERNEL} takes {causal_masks.HIDDEN:.6g} or less")
     if a.mask is not None:
         causal_masks.refuse(surface, a.mask, tokens, KERNEL)
     is_one = limits.known_equal(tokens, 1)

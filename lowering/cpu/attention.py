@@ -3,12 +3,16 @@
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted.attention.arguments import (
+    HEADS,
+    HIDING,
     RESULTS,
+    SCALES,
     Arguments,
     Results,
     is_absorbed,
     is_chosen_at_run_time,
     is_masked,
+    refuse_others,
 )
 from mla_fx.ops.emitted.attention.heads import absorbed
 from mla_fx.ops.emitted.attention.operator import fake, kernel
@@ -22,20 +26,22 @@ from . import chosen_keys, costs, heads_over_rows, packed_sequences, prompts
 from .attention_over_rows import attend, check_served, run
 
 OPERATOR = "attention"
+TAKES = (*HEADS, *HIDING, *SCALES, "fill", "sinks", "block_table", "indices", "lens", "return_lse")
 
 absorbed_over_rows = absorbed_by(attend)
 
 
 def lower(a: Arguments) -> Compiled:
+    refuse_others(a, "the kernel", *TAKES)
     return lower_latents(a) if a.weight_uk is None else lower_heads(a)
 
 
 def lower_latents(a: Arguments) -> Compiled:
     """Lower a call without weights: to the kernel, or to loops over copies of few keys."""
     if a.indices is not None:
-        check_served(a.query, a.kv_cache, a.indices)
+        check_served(a)
         return chosen_keys.attend
-    check_served(a.query, a.kv_cache, a.block_table)
+    check_served(a)
     context = context_of(a.kv_cache, a.block_table)
     scores = count_of_scores(a.query, context)
     if scores is None or a.return_lse:
@@ -48,7 +54,7 @@ def lower_heads(a: Arguments) -> Compiled:
     if a.return_lse:
         return lower_with_sums(a)
     if a.indices is not None:
-        check_served(a.query, a.kv_cache, a.indices)
+        check_served(a)
         return chosen_keys.attend_prompt
     if a.lens is not None:
         return packed_sequences.lower(a)
@@ -57,7 +63,7 @@ def lower_heads(a: Arguments) -> Compiled:
         if _is_small(a) or not _is_better_called(a):
             raise NoMatch("compiled loops are for few scores, and for prompts without a mask")
         return chosen_by_call
-    check_served(a.query, a.kv_cache, a.block_table)
+    check_served(a)
     if not chooses:
         return absorbed_over_rows
     try:
@@ -78,7 +84,7 @@ def lower_with_sums(a: Arguments) -> Compiled:
         if is_one_form and not heads_over_rows.has_many_scores(a):
             raise NoMatch("compiled loops are for few scores")
         return chosen_by_call
-    check_served(a.query, a.kv_cache, a.block_table)
+    check_served(a)
     if not is_one_form or not is_absorbed(a):
         raise NoMatch("the kernel is for absorbed queries")
     return absorbed_over_rows

@@ -36,15 +36,15 @@ CALL = struct.Struct("55q3d")  # `Call` in the C++ file
 LARGEST = torch.finfo(torch.float32).max
 
 
-def check_served(query: Tensor, kv_cache: Tensor, block_table: Tensor | None) -> None:
+def check_served(a: Arguments) -> None:
     """Raise NoMatch for a call that the kernel is not for. Loops are as fast for few keys in one piece, which they read
     where they lie, and a library is for products of float32 (measured)."""
-    dtype = query.dtype if kv_cache.dtype in CODES else kv_cache.dtype
-    if query.device.type != "cpu" or dtype not in DTYPES or kv_cache.dim() != 3:
+    dtype = a.query.dtype if a.kv_cache.dtype in CODES else a.kv_cache.dtype
+    if a.query.device.type != "cpu" or dtype not in DTYPES or a.kv_cache.dim() != 3:
         raise NoMatch("the kernel is for CPUs, caches of rows, and at most 32 bits")
-    scores = count_of_scores(query, context_of(kv_cache, block_table))
+    scores = count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
     is_small = scores is not None and scores <= costs.SCORES_IN_ONE_PIECE
-    if block_table is None and (is_small or dtype != torch.bfloat16):
+    if a.block_table is None and a.indices is None and (is_small or dtype != torch.bfloat16):
         raise NoMatch("for contexts in one piece, the kernel is for many scores of bfloat16")
     if not is_built():
         raise NoMatch("its C++ kernel was not built")

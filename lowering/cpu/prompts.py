@@ -49,7 +49,7 @@ def _of_sequence(a: Arguments, out: Tensor) -> None:
             shown = mask_of_rows(own.mask, first, last)
             shown = None if shown is None else shown[..., :end]
             given = query[:, :, first:last], key[:, :, :end], value[:, :, :end]
-            part = attend(*given, shown, a.scale, False, a.fill, own.sinks)
+            part = attend(*given, shown, own.scoring)
             out[:, first:last, first_head:last_head] = part.transpose(1, 2)
 
 

@@ -5,7 +5,14 @@ import contextlib
 from typing import Any
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.attention.arguments import CHOOSES, Arguments, Results, is_absorbed, is_chosen_at_run_time
+from mla_fx.ops.emitted.attention.arguments import (
+    CHOOSES,
+    HEADS,
+    Arguments,
+    Results,
+    is_absorbed,
+    is_chosen_at_run_time,
+)
 from mla_fx.ops.emitted.attention.chosen_rows import over_rows
 from mla_fx.ops.emitted.attention.heads import in_latent_space
 from mla_fx.ops.emitted.attention.latents import of_queries
@@ -25,9 +32,9 @@ def lower(a: Arguments) -> Compiled:
 def lower_latents(a: Arguments) -> Compiled:
     """Lower a call without weights."""
     if a.indices is not None:
-        check_served(a.kv_cache, 1)
+        check_served(a, 1, "indices")
         return attend_chosen
-    check_served(a.kv_cache, a.query.shape[1])
+    check_served(a, a.query.shape[1])
     return attend
 
 
@@ -37,23 +44,16 @@ def attend_chosen(a: Arguments) -> Results:
 
 
 def lower_heads(a: Arguments) -> Compiled:
-    refuse_rows(a)
     if a.return_lse:
         check_absorbed(a)
     if is_chosen_at_run_time(a):
-        check_served(a.kv_cache, 1)  # few enough tokens to be absorbed
+        check_served(a, 1, *HEADS)  # few enough tokens to be absorbed
         check_forms(a)
         return chosen
     if not is_absorbed(a):
         return prompts.lower(a)
-    check_served(a.kv_cache, a.query.shape[1])
+    check_served(a, a.query.shape[1], *HEADS)
     return absorbed_by(attend)
-
-
-def refuse_rows(a: Arguments) -> None:
-    for name, rows in (("indices", a.indices), ("lens", a.lens)):
-        if rows is not None:
-            raise NoMatch(f"{name} are given; the kernel is for absorbed queries and for prompts of whole contexts")
 
 
 def chosen(a: Arguments) -> Results:
@@ -70,10 +70,10 @@ def expanded(a: Arguments) -> Compiled:
 def lower_to(library: Any, a: Arguments) -> Compiled:
     attend: Compiled = library.attend
     if a.weight_uk is None:
-        library.check(a, a.query)
+        library.check(a)
         return attend
     check_absorbed(a)
-    library.check(a, in_latent_space(a).query)
+    library.check(in_latent_space(a))
     return absorbed_by(attend)
 
 

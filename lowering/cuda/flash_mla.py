@@ -5,10 +5,8 @@ for SM90 alone. Its release of 2026-09-30 has none any more; sgl-flash-mla 1.0.0
 
 import importlib
 import inspect
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
@@ -27,7 +25,7 @@ PAGE = 64
 ALIGNED = 16  # bytes that it reads at once
 
 
-def check(a: Any, query: Tensor) -> None:
+def check(a: Arguments) -> None:
     """Raise NoMatch for a call that it does not take."""
     library = imported(KERNEL)
     check_chip(a.kv_cache.device, KERNEL, CHIPS)
@@ -36,8 +34,8 @@ def check(a: Any, query: Tensor) -> None:
         raise NoMatch(f"{KERNEL} was built without dense decoding")
     if "enable_batch_invariant" in known and "use_legacy" not in known:
         raise NoMatch(f"this release of {KERNEL} has no dense decoding")
-    check_operands(a, query, KERNEL)
-    limits.size("query has N", query.shape[2], KERNEL, HEADS)
+    check_operands(a, KERNEL)
+    limits.size("query has N", a.query.shape[2], KERNEL, HEADS)
     if a.block_table is None:
         raise NoMatch(f"block_table is None; {KERNEL} takes pages")
     limits.size("kv_cache has BlockSize", a.kv_cache.shape[1], KERNEL, [PAGE])

@@ -4,10 +4,8 @@ It plans by lengths on the host, which waits for the device at each call, so it 
 
 import importlib
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
@@ -22,11 +20,11 @@ CHIPS = (80, 86, 89, 90, 100, 103, 110, 120, 121)  # its README, without 75, whi
 WORKSPACE = 2**27  # bytes, as its documentation recommends
 
 
-def check(a: Any, query: Tensor) -> None:
+def check(a: Arguments) -> None:
     """Raise NoMatch for a call that it does not take."""
     imported(f"{KERNEL}.mla")
     check_chip(a.kv_cache.device, KERNEL, CHIPS)
-    check_operands(a, query, KERNEL)
+    check_operands(a, KERNEL)
 
 
 def run(a: Arguments) -> Results:

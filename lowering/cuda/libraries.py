@@ -10,16 +10,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.define import on_arguments
+from mla_fx.ops.emitted.attention.arguments import Arguments, refuse_others
 from mla_fx.target import Compiled, Instead, Lowering
 
 from ..ascend import limits
 from .split_keys import MOST_TOKENS
 
 RANK, ROPE = 512, 64  # of all libraries
+TAKES = "context_lens", "is_causal", "block_table", "return_lse"
 
 
 def before(module: ModuleType, other: Lowering, library: ModuleType, asked: bool) -> Lowering:
@@ -57,21 +58,18 @@ def check_chip(device: torch.device, kernel: str, allowed: tuple[int, ...]) -> N
     limits.choice("the device's sm", 10 * major + minor, kernel, allowed)
 
 
-def check_operands(a: Any, query: Tensor, kernel: str) -> None:
-    """Check what all libraries refuse. `query` is absorbed, and each of its tokens is a sequence to them, so that many
-    of them are better multiplied in another way."""
-    for name in ("mask", "sinks", "indices"):
-        if getattr(a, name) is not None:
-            raise NoMatch(f"{name} is given; {kernel} takes None")
-    limits.choice("fill", a.fill, kernel, [None])
+def check_operands(a: Arguments, kernel: str) -> None:
+    """Check what all libraries refuse. Each query token is a sequence to them, so that many of one sequence are better
+    multiplied in another way."""
+    refuse_others(a, kernel, *TAKES)
     if a.kr_cache is None:
         raise NoMatch(f"kr_cache is None; {kernel} takes latents with a rotary part")
     if a.kv_cache.dim() != 3:
         raise NoMatch(f"kv_cache is in FRACTAL_NZ; {kernel} takes rows")
     limits.dtype("kv_cache", a.kv_cache, kernel, limits.HALVES)
-    limits.dtype("query", query, kernel, [a.kv_cache.dtype])
+    limits.dtype("query", a.query, kernel, [a.kv_cache.dtype])
     limits.size("kv_cache has Hckv", a.kv_cache.shape[2], kernel, [RANK])
     limits.size("kr_cache has Dr", a.kr_cache.shape[2], kernel, [ROPE])
     limits.size("kr_cache has BlockNum", a.kr_cache.shape[0], kernel, [a.kv_cache.shape[0]])
-    if isinstance(query.shape[1], int):
-        limits.between("query has S", query.shape[1], kernel, 1, MOST_TOKENS)
+    if isinstance(a.query.shape[1], int):
+        limits.between("query has S", a.query.shape[1], kernel, 1, MOST_TOKENS)

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results, is_masked
+from mla_fx.ops.emitted.attention.arguments import (
+    HEADS,
+    HIDING,
+    RESULTS,
+    SCALES,
+    Arguments,
+    Results,
+    is_masked,
+    refuse_others,
+)
 from mla_fx.ops.emitted.attention.heads import joined, tiled
 from mla_fx.ops.emitted.attention.operator import fake
 from mla_fx.ops.emitted.attention.pages import context_of, unpaged
@@ -27,15 +36,18 @@ LARGE = 2**28  # bytes of the keys and values of all heads; fewer are expanded a
 PART = 2**27  # bytes of keys and values that are expanded at a time
 MASK = 2**27  # elements of a mask that are stored at a time
 
+TAKES = (*HEADS, *HIDING, *SCALES, "fill", "block_table")
+
 
 def lower(a: Arguments) -> Compiled:
+    refuse_others(a, "the kernel for prompts", *TAKES)
     if a.query.device.type != "cuda":
         raise NoMatch("parts are for CUDA devices")
     context, batch, heads = context_of(a.kv_cache, a.block_table), a.query.shape[0], a.query.shape[2]
     size = batch * heads * bytes_of_head(a, context)
     if not limits.holds(size > LARGE):
         raise NoMatch(f"keys and values of all heads take {size} bytes; parts are for more than {LARGE}")
-    is_same = is_expressible(a.query, context, a.mask, a.fill, a.sinks)
+    is_same = is_expressible(a.query, context, a.mask, a.scoring)
     if not is_same or (a.is_causal and not a.scale > 0):
         raise NoMatch("PyTorch's own attention, which parts are for, computes something else")
     return under_mask if is_masked(a) else in_parts
@@ -65,7 +77,7 @@ def _of_sequence(a: Arguments, out: Tensor) -> None:
         query, key, value = joined(own, seen)
         for first, last in parts(steps, rows):
             shown = _mask(own, first, last)
-            part = by_pytorch(query[:, :, first:last], key, value, shown, a.scale, a.is_causal, a.fill)
+            part = by_pytorch(query[:, :, first:last], key, value, shown, a.scoring, a.is_causal)
             out[:, first:last, first_head:last_head] = part.transpose(1, 2)
 
 
@@ -102,9 +114,7 @@ def is_tame(a: Arguments) -> Tensor:
     return torch.stack([one.all() for one in small]).all()
 
 
-in_parts = define_lean_on(
-    Arguments, "mla_attention_in_parts", run, fake, returns=RESULTS, device="CUDA"
-)
+in_parts = define_lean_on(Arguments, "mla_attention_in_parts", run, fake, returns=RESULTS, device="CUDA")
 under_mask = define_lean_on(
     Arguments,
     "mla_attention_in_parts_under_mask",

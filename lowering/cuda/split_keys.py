@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
+from mla_fx.ops.emitted.attention.arguments import HIDING, RESULTS, SCALES, Arguments, Results, refuse_others
 from mla_fx.ops.emitted.attention.chosen_rows import over_rows
 from mla_fx.ops.emitted.attention.codes import CODES, kind_of
 from mla_fx.ops.emitted.attention.kernel_operands import (
@@ -39,6 +39,7 @@ KEYS = 16  # of a tile, for 512 columns: with twice as many of either, registers
 TILE = 128  # columns that share a scale, at most
 WARPS = 8
 PER_PROCESSOR = 2  # programs for each multiprocessor
+TAKES = (*HIDING, *SCALES, "fill", "sinks", "block_table", "return_lse")
 STRIDES = 3, 3, 2, 2, 1, 1, 4, 2, 2  # of each operand, in the order of the kernel
 
 
@@ -208,8 +209,11 @@ def join_parts(  # type: ignore[no-untyped-def]
     tl.store(out + row * R + column, sums / tl.where(total == 0, 1.0, total), mask=column < R)
 
 
-def check_served(kv_cache: Tensor, tokens: int) -> None:
-    """Raise NoMatch for a call that the kernel is not for. `tokens` of a sequence share their keys."""
+def check_served(a: Arguments, tokens: int, *absorbed: str) -> None:
+    """Raise NoMatch for a call that the kernel is not for. `tokens` of a sequence share their keys. The arguments in
+    `absorbed` are gone when it runs."""
+    refuse_others(a, "the kernel", *TAKES, *absorbed)
+    kv_cache = a.kv_cache
     if kv_cache.device.type != "cuda":
         raise NoMatch("the kernel is for CUDA devices")
     if kv_cache.dtype not in (*DTYPES, *CODES) or kv_cache.dim() != 3:

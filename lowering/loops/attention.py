@@ -89,7 +89,7 @@ def check_forms(a: Arguments) -> None:
     if (chooses or (is_tiled and is_masked(a))) and not can_choose(_tensors(a).values()):
         raise NoMatch(COMPUTED)
     context = context_of(a.kv_cache, a.block_table)
-    fits = is_tiled and is_expressible(a.query, context, a.mask, a.fill, a.sinks)
+    fits = is_tiled and is_expressible(a.query, context, a.mask, a.scoring)
     if not fits and goes_by_tiles(a.query, context):
         raise NoMatch(IN_TILES)
 
@@ -125,7 +125,7 @@ def from_copies(a: Arguments) -> Results:
         return over_latents(a) if a.return_lse else in_parts(a)
     if a.return_lse:
         return expanded(a) if is_chosen_at_run_time(a) else body(a)
-    many = tiled if is_expressible(a.query, a.kv_cache.shape[1], a.mask, a.fill, a.sinks) else expanded
+    many = tiled if is_expressible(a.query, a.kv_cache.shape[1], a.mask, a.scoring) else expanded
     if is_chosen_at_run_time(a):
         return at_run_time(a, many) if can_choose(_tensors(a).values()) else expanded(a)
     return absorbed(a, in_parts) if is_absorbed(a) else many(a)
@@ -164,5 +164,5 @@ def tiled(a: Arguments) -> Results:
 def short(a: Arguments) -> Results:
     """`expanded` for few scores on a CPU."""
     scores, value = heads.operands(a)
-    out = undivided(lambda weights: weights @ value, value.dtype, *scores, a.scale, a.fill, a.sinks)
+    out = undivided(lambda weights: weights @ value, value.dtype, *scores, a.scoring)
     return rows_first(out), fake_sums(a.query, return_lse=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.sizes import statically_known_true
-from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results, Scoring
 from mla_fx.ops.emitted.attention.latents import in_numbers, scores, weighted
 from mla_fx.ops.emitted.attention.parts import of_sequences
 from mla_fx.ops.emitted.attention.softmax import aligned, column_of, fake_sums, masked, probabilities, scaled, share
@@ -33,7 +33,7 @@ def _in_parts(a: Arguments) -> Tensor:
 
 def _undivided(a: Arguments) -> Tensor:
     dtype = a.kv_cache.dtype
-    return undivided(lambda weights: weighted(weights, a), dtype, *scores(a), a.scale, a.fill, a.sinks, rows_first=True)
+    return undivided(lambda weights: weighted(weights, a), dtype, *scores(a), a.scoring, rows_first=True)
 
 
 def _parts(a: Arguments) -> int:
@@ -50,22 +50,20 @@ def undivided(
     latent: Tensor,
     rotated: Tensor | None,
     mask: Tensor | None,
-    scale: float,
-    fill: float | None,
-    sinks: Tensor | None = None,
+    how: Scoring,
     rows_first: bool = False,
 ) -> Tensor:
     """Return the product of `probabilities`, rounded to `dtype`, with values, and divide by the sum of a row only then.
 
     A compiler of loops then stores rounded probabilities, where a softmax keeps all scores in float32."""
     if dtype == torch.float16 or statically_known_true(latent.shape[-1] == 0):  # no range for sums, or no maximum
-        weights, _ = probabilities(latent, rotated, mask, scale, fill, sinks, rows_first)
+        weights, _ = probabilities(latent, rotated, mask, how, rows_first)
         return product(weights.to(dtype))
-    scores = scaled(latent, rotated, scale)
+    scores = scaled(latent, rotated, how)
     if mask is not None:
-        scores = masked(scores, aligned(_stored(mask, fill, scores.dtype), rows_first), fill)
+        scores = masked(scores, aligned(_stored(mask, how.fill, scores.dtype), rows_first), how.fill)
     highest = scores.amax(-1, keepdim=True)
-    column = None if sinks is None else column_of(sinks, scores, rows_first)
+    column = None if how.sinks is None else column_of(how.sinks, scores, rows_first)
     if column is not None:
         highest = highest.maximum(column)
     if mask is not None or column is not None:  # a row that sees nothing gives zeros

@@ -20,6 +20,7 @@ from mla_fx.lowering.loops import latents as loops_of_latents
 from mla_fx.ops.emitted import paged_attention
 from mla_fx.ops.emitted.attention import heads, pages, tiles
 from mla_fx.ops.emitted.attention import operator as attention
+from mla_fx.ops.emitted.attention.arguments import Scoring
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -120,7 +121,7 @@ def plain(a):
     keys, values = (part.expand(-1, a.query.shape[2], -1, -1) for part in (keys, values))
     mask = tiles.as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
     scores = tiles.wide_product(a.query.transpose(1, 2), keys.mT)
-    weights, _ = tiles.probabilities(scores, None, mask, a.scale, a.fill)
+    weights, _ = tiles.probabilities(scores, None, mask, Scoring(a.scale, a.fill))
     return (weights.to(values.dtype) @ values).transpose(1, 2)
 
 

@@ -14,6 +14,7 @@ from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
 
+from .attention.arguments import Scoring
 from .attention.pages import check_block_table, gathered, tiles
 from .attention.softmax import as_mask, check_mask, masked, share
 from .attention.tiles import Form, at_once, attend, rows_first, seen_keys
@@ -96,7 +97,7 @@ def from_copies(a: Arguments, choose: Form = at_once) -> Tensor:
     mask = as_mask(a.mask, a.context_lens, False, a.query, keys.shape[2])
     seen = seen_keys(mask)
     keys = keys if seen is None else keys.masked_fill(~seen.unsqueeze(1), 0)
-    return rows_first(attend(a.query.transpose(1, 2), keys, values, mask, a.scale, fill=a.fill, choose=choose))
+    return rows_first(attend(a.query.transpose(1, 2), keys, values, mask, Scoring(a.scale, a.fill), choose=choose))
 
 
 def _tiles(a: Arguments, query: Tensor) -> Iterator[Tile]:
@@ -226,6 +227,4 @@ def in_codes(
     return (query, *codes, table, lens, None, *given), {"scale": 0.3}
 
 
-operator = define(
-    "paged_attention.batched", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples
-)
+operator = define("paged_attention.batched", Arguments, body, returns=("out",), check=check, fake=fake, samples=samples)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.ascend_calls import DR, HCKV, B, D, N, T, index, lower, make, named
+from lib.ascend_calls import DR, HCKV, B, D, N, S, T, index, lower, make, named
 from mla_fx.lowering.ascend.limits import Surface
 
 pytestmark = pytest.mark.usefixtures("mode")
@@ -215,3 +215,15 @@ def test_limits_of_what_the_compiler_emits(name):
     operator, change, sentence = EMITTED[name]
     assert callable(lower(operator))
     assert lower(operator, **change()) == sentence
+
+
+@pytest.mark.parametrize(("operator", "rows"), [("latent_attention", S), ("mla_attention", T)])
+@pytest.mark.parametrize("name", ["context_lens", "mask"])
+def test_hidden_keys_that_count(operator, rows, name):
+    """The kernel leaves hidden keys out."""
+    mask = {name: torch.tensor([3]) if name == "context_lens" else torch.ones(rows, T, dtype=torch.bool)}
+    mask["is_causal"] = False
+    trusting = Surface("Ascend910B3", "ge", hoists=True, cann="8.5.0", trusts_masks=True)
+    assert callable(lower(operator, trusting, **mask, fill=-1e4))
+    sentence = "hidden scores are -1.5; FusedInferAttentionScore takes -10000 or less"
+    assert lower(operator, trusting, **mask, fill=-1.5) == sentence

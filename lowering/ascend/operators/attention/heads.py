@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.attention.arguments import CHOOSES, Arguments, Results, is_chosen_at_run_time
+from mla_fx.ops.emitted.attention.arguments import (
+    CHOOSES,
+    HEADS,
+    HIDING,
+    Arguments,
+    Results,
+    is_chosen_at_run_time,
+    refuse_others,
+)
 from mla_fx.ops.emitted.attention.pages import READS_PAGES
 from mla_fx.ops.emitted.attention.softmax import fake_sums
 from mla_fx.target import Compiled
@@ -24,6 +32,7 @@ from ...limits import Surface
 from .latents import logarithms
 
 PACKED = "packed sequences are attended to one by one"
+TAKES = (*HEADS, *HIDING, "fill", "sinks", "return_lse")
 CHOSEN = "no kernel attends to chosen keys with queries that are not absorbed"
 
 
@@ -42,14 +51,10 @@ def lower(surface: Surface, a: Arguments) -> Compiled:
         raise NoMatch(CHOSEN)
     if a.lens is not None:
         raise NoMatch(PACKED)
-    if a.kv_scales is not None:
-        raise NoMatch(f"kv_scales are given; {KERNEL} takes numbers")
+    refuse_others(a, KERNEL, *TAKES)
     if surface.mode == "aclgraph":
         raise NoMatch(f"keys are expanded; {KERNEL} takes them in the layout TND, which cannot be captured")
     kernel.refuse_packed(surface, "keys are expanded")
-    if a.block_table is not None:
-        takes = f"{KERNEL} takes expanded keys and values, which are not paged"
-        raise NoMatch(f"block_table is given; {takes}")
     refuse_sizes(a)
     limits.dtype("query", a.query, KERNEL, (torch.bfloat16,))
     if a.sinks is not None:

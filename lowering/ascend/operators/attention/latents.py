@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.arguments import HIDING, Arguments, Results, refuse_others
 from mla_fx.ops.emitted.attention.pages import READS_PAGES, context_of
 from mla_fx.ops.emitted.attention.softmax import fake_sums
 from mla_fx.target import Compiled
@@ -23,6 +23,7 @@ from ..lightning_index import from_start
 from . import sparse_flash_attention
 
 PAGE = 128  # tokens of a page, if the cache does not determine it
+TAKES = (*HIDING, "fill", "block_table", "return_lse")
 
 
 def refuse_body(a: Arguments) -> None:
@@ -31,17 +32,14 @@ def refuse_body(a: Arguments) -> None:
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
-    if a.indices is not None and a.return_lse:
-        raise NoMatch(f"logarithms are returned; {sparse_flash_attention.KERNEL} has none")
     if a.indices is not None:
         return sparse_flash_attention.lower(surface, a)
-    if a.kv_scales is not None:
-        raise NoMatch(f"kv_scales are given; {KERNEL} takes numbers")
     if a.query_rope is None or a.kr_cache is None:
         raise NoMatch(f"query_rope is None; {KERNEL} takes absorbed queries with a rotary part")
     if a.sinks is not None:
         takes = f"{KERNEL} takes them for values of up to {EXPANDED} columns, not for latents of {RANK}"
         raise NoMatch(f"sinks are given; {takes}")
+    refuse_others(a, KERNEL, *TAKES)
     caches = [("kv_cache", a.kv_cache), ("kr_cache", a.kr_cache)]
     kernel.refuse_latent(surface, ("query", a.query), ("query_rope", a.query_rope), caches)
     tokens = a.query.shape[1]

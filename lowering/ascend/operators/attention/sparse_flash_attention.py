@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mla_fx.errors import NoMatch
-from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results, refuse_others
 from mla_fx.ops.emitted.attention.chosen_rows import seen_places
 from mla_fx.ops.emitted.attention.softmax import fake_sums
 from mla_fx.target import Compiled
@@ -24,20 +23,18 @@ from ..lightning_index import PAGES, key_lengths, keys_of
 KERNEL = "SparseFlashAttention"
 
 CHIPS = (A2, A3)
+TAKES = "indices", "mask", "context_lens", "block_table"
 ABSORBED = 2  # the only attention mode: values are the latents of keys
 
 
 def lower(surface: Surface, a: Arguments) -> Compiled:
     limits.chip(surface, KERNEL, CHIPS)
-    if a.kv_scales is not None:
-        raise NoMatch(f"kv_scales are given; {KERNEL} takes numbers")
+    refuse_others(a, KERNEL, *TAKES)
     limits.size("query has N", a.query.shape[2], KERNEL, LATENT_HEADS)
     limits.size("query has Hckv", a.query.shape[3], KERNEL, (RANK,))
     limits.dtype("query", a.query, KERNEL, limits.HALVES)
     if a.query_rope is not None:
         limits.size("query_rope has Dr", a.query_rope.shape[3], KERNEL, (ROPE,))
-    if a.sinks is not None:
-        raise NoMatch(f"sinks are given; {KERNEL} takes none on {surface.chip}")
     if a.mask is not None:
         causal_masks.refuse(surface, a.mask, a.query.shape[1], KERNEL)
     if a.block_table is not None:

@@ -1,15 +1,31 @@
 """The arguments of attention, and what they say about a call."""
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
 
 import torch
 from torch import Tensor
 
+from mla_fx.errors import NoMatch
+
 CHOOSES = "it chooses its form by the number of query tokens of each call"
 RESULTS = "out", "lse"
 
+# Names of arguments that go together, for what kernels take
+HIDING = "mask", "context_lens", "is_causal"
+SCALES = "kv_scales", "kr_scales"
+HEADS = "weight_uk", "weight_uv", "max_absorbed_tokens"
+
 Results = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How products of queries and keys become what a softmax gets."""
+
+    scale: float
+    fill: float | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,10 @@ class Arguments:
     max_absorbed_tokens: int = 0
 
     @property
+    def scoring(self) -> Scoring:
+        return Scoring(self.scale, self.fill, self.sinks)
+
+    @property
     def weights(self) -> tuple[Tensor, Tensor]:
         """weight_uk and weight_uv of a call that expands latents."""
         assert self.weight_uk is not None and self.weight_uv is not None, "latents are expanded"
@@ -43,6 +63,16 @@ class Arguments:
 
 
 Attend = Callable[[Arguments], Results]
+
+
+def refuse_others(a: Arguments, kernel: str, *taken: str) -> None:
+    """Raise NoMatch for an argument that is not its default and that a kernel does not take. So a kernel refuses a new
+    argument until it says that it takes it."""
+    for field in fields(a):
+        value = getattr(a, field.name)
+        is_given = field.default is not MISSING and value is not None and value is not field.default
+        if is_given and field.name not in taken:
+            raise NoMatch(f"{field.name} {'are' if field.name.endswith('s') else 'is'} given; {kernel} takes none")
 
 
 def is_absorbed(a: Arguments) -> bool:

@@ -58,7 +58,7 @@ def expanded(a: Arguments) -> Results:
 
 def weighted(latent: Tensor, rotated: Tensor | None, mask: Tensor | None, value: Tensor, a: Arguments) -> Results:
     """The results for parts of the scores [B, N, S, T] and values [B, N, T, Dv]."""
-    weights, lse = probabilities(latent, rotated, mask, a.scale, a.fill, a.sinks, return_lse=a.return_lse)
+    weights, lse = probabilities(latent, rotated, mask, a.scoring, return_lse=a.return_lse)
     return rows_first(weights.to(value.dtype) @ value), rows_first(lse) if a.return_lse else lse
 
 
@@ -92,7 +92,7 @@ def tiled(a: Arguments, choose: Form = at_once) -> Results:
     joined."""
     a = unpaged(a)
     mask = as_mask(a.mask, a.context_lens, False, a.query, a.kv_cache.shape[1])
-    out = attend(*joined(a, seen_keys(mask)), mask, a.scale, a.is_causal, a.fill, a.sinks, choose)
+    out = attend(*joined(a, seen_keys(mask)), mask, a.scoring, a.is_causal, choose)
     return rows_first(out), fake_sums(a.query, return_lse=False)
 
 

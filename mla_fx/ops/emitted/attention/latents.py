@@ -21,7 +21,7 @@ def over_latents(a: Arguments) -> Results:
     if a.indices is not None:
         return of_queries(over_latents(over_rows(a)), a)
     a = in_numbers(a)
-    weights, lse = probabilities(*scores(a), a.scale, a.fill, a.sinks, rows_first=True, return_lse=a.return_lse)
+    weights, lse = probabilities(*scores(a), a.scoring, rows_first=True, return_lse=a.return_lse)
     return weighted(weights.to(dtype_of(a)), a), lse
 
 

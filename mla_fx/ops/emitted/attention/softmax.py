@@ -9,6 +9,8 @@ from torch import Tensor
 from mla_fx.ops.common.check import FLOATS, Sizes, check_dtype, check_letters, check_shape, known_to_differ
 from mla_fx.ops.common.math import accumulation_dtype
 
+from .arguments import Scoring
+
 
 def as_mask(
     mask: Tensor | None, context_lens: Tensor | None, is_causal: bool, queries: Tensor, context: int, first: int = 0
@@ -34,9 +36,7 @@ def probabilities(
     latent: Tensor,
     rotated: Tensor | None,
     mask: Tensor | None,
-    scale: float,
-    fill: float | None,
-    sinks: Tensor | None = None,
+    how: Scoring,
     rows_first: bool = False,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -47,23 +47,17 @@ def probabilities(
     Where a bool mask is False, the scores are `fill`, as closely as their dtype holds it, or minus infinity. `sinks`
     [N] adds one score to each row; its probability is dropped.
     """
-    scores = logits(latent, rotated, mask, scale, fill, rows_first)
+    scores = scaled(latent, rotated, how)
+    if mask is not None:
+        scores = masked(scores, aligned(mask, rows_first), how.fill)
     lse = scores.logsumexp(-1) if return_lse else scores.new_empty(0)
-    if mask is None and sinks is None and not return_lse:
+    if mask is None and how.sinks is None and not return_lse:
         return scores.softmax(-1), lse
-    if sinks is not None:
-        scores = torch.cat((scores, column_of(sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
+    if how.sinks is not None:
+        scores = torch.cat((scores, column_of(how.sinks, scores, rows_first).expand(*scores.shape[:-1], 1)), -1)
     # Unlike softmax, this gives zeros for a row that is masked entirely.
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1, scores.dtype)
-    return weights if sinks is None else weights[..., :-1], lse
-
-
-def logits(
-    latent: Tensor, rotated: Tensor | None, mask: Tensor | None, scale: float, fill: float | None, rows_first: bool
-) -> Tensor:
-    """Return what `probabilities` are the softmax of, without sinks."""
-    scores = scaled(latent, rotated, scale)
-    return scores if mask is None else masked(scores, aligned(mask, rows_first), fill)
+    return weights if how.sinks is None else weights[..., :-1], lse
 
 
 def share(keys: int) -> float:
@@ -72,9 +66,10 @@ def share(keys: int) -> float:
     return 0.5 ** (keys - 1).bit_length() if isinstance(keys, int) else 1 / keys
 
 
-def scaled(latent: Tensor, rotated: Tensor | None, scale: float) -> Tensor:
+def scaled(latent: Tensor, rotated: Tensor | None, how: Scoring) -> Tensor:
+    """The scores before a mask, in the accumulation dtype."""
     scores = latent.to(accumulation_dtype(latent.dtype))
-    return (scores if rotated is None else scores + rotated) * scale
+    return (scores if rotated is None else scores + rotated) * how.scale
 
 
 def aligned(mask: Tensor, rows_first: bool) -> Tensor:

@@ -14,6 +14,7 @@ from mla_fx.ops.common.machine import is_on_cpu
 from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from mla_fx.ops.common.sizes import statically_known_true
 
+from .arguments import Scoring
 from .softmax import as_mask, probabilities, share
 
 TILE = 2**24  # scores at a time
@@ -36,67 +37,50 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scale: float,
+    how: Scoring,
     is_causal: bool = False,
-    fill: float | None = None,
-    sinks: Tensor | None = None,
     choose: Form = at_once,
 ) -> Tensor:
-    """Attention of [B, N, S, D], [B, N, T, D] and [B, N, T, Dv] -> [B, N, S, Dv]; masks, fill and sinks as in
-    `probabilities`.
+    """Attention of [B, N, S, D], [B, N, T, D] and [B, N, T, Dv] -> [B, N, S, Dv]; masks as in `probabilities`.
 
     is_causal lets row s attend to keys t <= s, and excludes a mask. PyTorch's own attention adds a mask's numbers to
     the scores, and replaces scores with is_causal. With a mask it is used only if no score can be NaN, infinite or
     close to it, with what is added or without, which `choose` checks at each call."""
-    if is_causal and not scale > 0:  # there a score is hidden before it is scaled
+    if is_causal and not how.scale > 0:  # there a score is hidden before it is scaled
         mask, is_causal = _causal(query, key), False
-    if not is_expressible(query, key.shape[2], mask, fill, sinks):
-        return _in_tiles(query, key, value, _causal(query, key) if is_causal else mask, scale, fill, sinks)
+    if not is_expressible(query, key.shape[2], mask, how):
+        return _in_tiles(query, key, value, _causal(query, key) if is_causal else mask, how)
     if mask is None:
-        return by_pytorch(query, key, value, None, scale, is_causal)
+        return by_pytorch(query, key, value, None, how, is_causal)
     columns = value.shape[3]
     query, key, value = _of_one_width(query, key, value)
 
     def own(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        return _own(query, key, value, _expressed(query, mask, fill), scale)
+        return _own(query, key, value, _expressed(query, mask, how.fill), how.scale)
 
     def tiles(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        return _in_tiles(query, key, value, mask, scale, fill, None)
+        return _in_tiles(query, key, value, mask, how)
 
     sizes = *query.shape[:3], value.shape[3]
-    return choose(_is_tame(query, key, mask, scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
+    return choose(_is_tame(query, key, mask, how.scale), own, tiles, (query, key, value, mask), sizes)[..., :columns]
 
 
 def by_pytorch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool = False,
-    fill: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Scoring, is_causal: bool = False
 ) -> Tensor:
     """`attend` by PyTorch's own attention, if that is expressible and no score exceeds TAME under a mask."""
     columns = value.shape[3]
     query, key, value = _of_one_width(query, key, value)
-    return _own(query, key, value, _expressed(query, mask, fill), scale, is_causal)[..., :columns]
+    return _own(query, key, value, _expressed(query, mask, how.fill), how.scale, is_causal)[..., :columns]
 
 
-def _in_tiles(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    fill: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _in_tiles(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Scoring) -> Tensor:
     """The body's computation, in one tile for a compiler, which would otherwise write out every tile."""
     rows = [(0, query.shape[2])] if is_fake(query) else row_tiles(query.transpose(1, 2), key.shape[2])
     parts = []
     for first, last in rows:
         scores = wide_product(query[:, :, first:last], key.mT)
-        weights, _ = probabilities(scores, None, mask_of_rows(mask, first, last), scale, fill, sinks)
+        weights, _ = probabilities(scores, None, mask_of_rows(mask, first, last), how)
         parts.append(weights.to(value.dtype) @ value)
     return torch.cat(parts, 2)
 
@@ -131,13 +115,13 @@ def last_seen(mask: Tensor | None, context: int) -> int:
     return int(places[-1]) + 1 if len(places) else 1
 
 
-def is_expressible(query: Tensor, context: int, mask: Tensor | None, fill: float | None, sinks: Tensor | None) -> bool:
+def is_expressible(query: Tensor, context: int, mask: Tensor | None, how: Scoring) -> bool:
     """Whether PyTorch's own attention computes the same. `query` may be any tensor of its dtype and device."""
-    if sinks is not None or (isinstance(context, int) and context < SHORT):
+    if how != Scoring(how.scale, how.fill) or (isinstance(context, int) and context < SHORT):
         return False
     dtype = _mask_dtype(query)
-    if fill is not None:
-        return max(fill, torch.finfo(dtype).min) <= LOWEST
+    if how.fill is not None:
+        return max(how.fill, torch.finfo(dtype).min) <= LOWEST
     return mask is None or mask.dtype == torch.bool or torch.promote_types(mask.dtype, dtype) == dtype
 
 
