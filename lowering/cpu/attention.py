@@ -3,10 +3,7 @@
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted.attention.arguments import (
-    HEADS,
-    HIDING,
     RESULTS,
-    SCALES,
     Arguments,
     Results,
     is_absorbed,
@@ -23,10 +20,9 @@ from mla_fx.target import Compiled
 from ..loops.attention import absorbed_by, at_run_time, check_forms, from_copies, tiled
 from ..loops.costs import has_few_scores
 from . import chosen_keys, costs, heads_over_rows, packed_sequences, prompts
-from .attention_over_rows import attend, check_served, run
+from .attention_over_rows import TAKES, attend, check_served, run
 
 OPERATOR = "attention"
-TAKES = (*HEADS, *HIDING, *SCALES, "fill", "sinks", "block_table", "indices", "lens", "return_lse")
 
 absorbed_over_rows = absorbed_by(attend)
 
