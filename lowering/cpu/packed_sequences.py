@@ -1,6 +1,7 @@
 """Packed sequences by attention_over_rows: keys and values are expanded for many short sequences at once."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -69,8 +70,8 @@ def _attend(a: Arguments, out: Tensor) -> None:
     def of_heads(columns: int, first: int) -> Tensor:
         return both.as_strided([count, heads, most, columns], [0, nope + width, both.shape[1], 1], first)
 
-    operands = of_each(a.query), of_each(a.query_rope), of_heads(nope, 0), of_each(a.kr_cache), None
-    own = Arguments(*operands, scale=a.scale, is_causal=a.is_causal)
+    rows = {name: of_each(getattr(a, name)) for name in ("query", "query_rope", "kr_cache")}
+    own = replace(a, **rows, kv_cache=of_heads(nope, 0), weight_uk=None, weight_uv=None, lens=None)
     lse, starts = out.new_empty(out.shape[1:3], dtype=torch.float32), torch.tensor([0, *accumulate(a.lens)])
     attention_over_rows.run_into(own, out[0], lse, of_heads(width, nope), starts)
 

@@ -1,6 +1,6 @@
 """The arguments of attention, and what they say about a call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 
 import torch
@@ -66,13 +66,19 @@ Attend = Callable[[Arguments], Results]
 
 
 def refuse_others(a: Arguments, kernel: str, *taken: str) -> None:
-    """Raise NoMatch for an argument that is not its default and that a kernel does not take. So a kernel refuses a new
-    argument until it says that it takes it."""
+    """Raise NoMatch for an argument that a kernel does not take. So a kernel refuses a new argument until it says that
+    it takes it."""
+    for name in given_beside(a, *taken):
+        raise NoMatch(f"{name} {'are' if name.endswith('s') else 'is'} given; {kernel} takes none")
+
+
+def given_beside(a: Arguments, *taken: str) -> Iterator[str]:
+    """The names of arguments that are not their defaults, beside some and those that have none."""
     for field in fields(a):
         value = getattr(a, field.name)
         is_given = field.default is not MISSING and value is not None and value is not field.default
         if is_given and field.name not in taken:
-            raise NoMatch(f"{field.name} {'are' if field.name.endswith('s') else 'is'} given; {kernel} takes none")
+            yield field.name
 
 
 def is_absorbed(a: Arguments) -> bool:

@@ -10,10 +10,10 @@ from torch import Tensor
 from mla_fx.ops.common.check import Sizes, known_to_differ
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .arguments import Arguments, Attend, Results
+from .arguments import HEADS, Arguments, Attend, Results, given_beside
 from .latents import concatenated
 
-EXCLUDED = ("mask", "context_lens", "sinks", "block_table", "kv_scales", "kr_scales", "indices", "fill")
+TAKEN = (*HEADS, "lens", "is_causal", "return_lse")
 
 
 def one_by_one(a: Arguments, attend: Attend) -> Results:
@@ -38,9 +38,8 @@ def check_lens(a: Arguments, sizes: Sizes) -> None:
     """Check that lens are those of one row of tokens, and that nothing excludes them."""
     if a.lens is None:
         return
-    for name in EXCLUDED:
-        if getattr(a, name) is not None:
-            raise ValueError(f"{name} is given and lens are given; packed sequences have causality alone.")
+    for name in given_beside(a, *TAKEN):
+        raise ValueError(f"{name} is given and lens are given; packed sequences have causality alone.")
     for axis, wanted, why in (("B", 1, ""), ("T", sizes["S"], ", the S of query")):
         if known_to_differ(sizes[axis], wanted):
             raise ValueError(f"{axis} is {sizes[axis]} and lens are given; it must be {wanted}{why}.")
