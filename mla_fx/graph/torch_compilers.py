@@ -135,16 +135,6 @@ def debug_folder() -> Path:
     return Path(get_debug_dir())
 
 
-def is_bisected_out(what: Callable[[], str]) -> bool:
-    """Whether torch's bisector of compilers wants the next rewrite of an operator graph left out.
-
-    It counts the questions, and `what` describes the rewrite that it finds guilty. Its subsystems are a fixed list, so
-    ours are among Inductor's own rewrites of operator graphs."""
-    from torch._inductor.compiler_bisector import CompilerBisector
-
-    return CompilerBisector.disable_subsystem("inductor", "post_grad_passes", what)
-
-
 # --- Inductor --------------------------------------------------------------------------------------------------------
 
 

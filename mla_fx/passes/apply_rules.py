@@ -13,7 +13,6 @@ from torch.fx import Node
 from mla_fx.debug.report import Miss
 from mla_fx.errors import ByDesign, NoMatch
 from mla_fx.graph.provenance import ORIGINS, fused_name, module_of, note_sources, source_of
-from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.ops.common.define import on_arguments
@@ -25,6 +24,7 @@ from mla_fx.rewriting.plan import Plan
 from mla_fx.rewriting.replacement import ATTENTION, change_of, check_nothing_is_lost, fitted
 from mla_fx.rule import Rule
 
+from .fuel import Rewrite
 from .lower import lowered, told, unlowered
 from .prove import apply
 from .repeat import Recipe, recipe, replay
@@ -54,7 +54,8 @@ def _apply_rule(run: Run, rule: Rule) -> None:
             continue
         if _replay(run, rule, anchor, recipes) or _try_at(run, rule, anchor, nearest, recipes):
             run.fired[rule.name] += 1
-            run.fuel.burn(rule.name, anchor, run.emit.added)
+            calls = tuple(name for node in run.emit.added if (name := fused_name(node)))
+            run.fuel.burn(Rewrite(rule.name, module_of(anchor), source_of(anchor), calls))
         elif nearest.miss is not None and rule.tells_misses:
             tell_miss(run, rule.name, anchor, nearest.miss, nearest.depth, looks_like_mla=rule.looks_like_mla(anchor))
 
@@ -81,7 +82,7 @@ def _replay(run: Run, rule: Rule, anchor: Node, recipes: Iterable[Recipe]) -> bo
         with contextlib.suppress(NoMatch), run.emit.at(anchor, rule.name):
             plan = replay(run.emit, found, images)
             _ask_target(run, rule, plan)
-            _apply(run, rule, anchor, plan)
+            _apply(run, rule, plan)
             return True
     return False
 
@@ -114,7 +115,7 @@ def _rewrite(
             _check_quantisation(run, planned)
             checked = _check_loss(plan)
             found = recipe(run.emit, anchor, looked_into | checked, plan)
-            _apply(run, rule, anchor, plan)
+            _apply(run, rule, plan)
     except NoMatch as miss:
         nearest.fail(match, miss)
         return False
@@ -141,10 +142,8 @@ def _check_quantisation(run: Run, plan: Plan) -> None:
         raise NoMatch(f"{'; '.join(plan.differences)}; quant='vendor' takes the operator's codes")
 
 
-def _apply(run: Run, rule: Rule, anchor: Node, plan: Change) -> None:
-    """Raises NoMatch if the plan is refuted, or if torch's bisector leaves this rewrite out."""
-    if is_bisected_out(lambda: f"mla_fx: {rule.name} at {', '.join(filter(None, _place(anchor)))}"):
-        raise NoMatch("torch's bisector leaves this rewrite out")
+def _apply(run: Run, rule: Rule, plan: Change) -> None:
+    """Raises NoMatch if the plan is refuted."""
     erased = apply(run, run.emit, rule.name, fitted(run.emit, plan))
     _note_origins(run.emit, erased)
     note_sources(run.emit.added, erased, rule.name)

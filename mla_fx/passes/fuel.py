@@ -7,22 +7,20 @@ import math
 import os
 from dataclasses import dataclass, field
 
-from torch.fx import Node
-
 from mla_fx.errors import OptionError
-from mla_fx.graph.provenance import fused_name, module_of, source_of
 
 VARIABLE = "MLA_FX_FUEL"
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A rewrite that was applied: by which pattern, where, and the fused calls that it added."""
+    """A rewrite that was applied: by which pattern, where, and the fused calls that it added; or a pass over a whole
+    graph that may be left out."""
 
     pattern: str
-    module: str
-    source: str
-    calls: tuple[str, ...]
+    module: str = ""
+    source: str = ""
+    calls: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         module, source = (f" in {self.module}" if self.module else ""), (f" ({self.source})" if self.source else "")
@@ -44,9 +42,8 @@ class Fuel:
     def is_empty(self) -> bool:
         return len(self.applied) >= self.limit
 
-    def burn(self, pattern: str, anchor: Node, added: list[Node]) -> None:
-        calls = tuple(name for node in added if (name := fused_name(node)))
-        self.applied.append(Rewrite(pattern, module_of(anchor), source_of(anchor), calls))
+    def burn(self, rewrite: Rewrite) -> None:
+        self.applied.append(rewrite)
 
 
 def fuel_of_process() -> Fuel:

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from torch.fx import Graph
+
 from mla_fx.debug.memory import MemoryUse, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
-from mla_fx.graph.torch_compilers import is_bisected_out
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
 from mla_fx.ops.common.collector import collector_paused
 from mla_fx.passes.functionalize import calls_in_place_forms, functionalize
@@ -29,6 +30,7 @@ from mla_fx.target import Lowering
 from .absorb import absorb
 from .apply_rules import recognise, tell_miss
 from .chosen_keys import chosen_keys
+from .fuel import Rewrite
 from .hoist import inputs_of, read_ahead
 from .lower import lower
 from .prove import apply
@@ -171,7 +173,9 @@ def _mark_unfused_mla(run: Run) -> None:
 def _run_pass(run: Run, step: Pass) -> None:
     run.step = step.name
     start, nodes, fired = time.perf_counter(), len(run.graph.nodes), run.fired.copy()
-    if not (step.is_optional and run.fired and is_bisected_out(lambda: f"mla_fx: {step.name}")):
+    if step.is_optional and run.fuel.is_limited:
+        _apply_within_fuel(run, step)
+    else:
         step.apply(run)
     if run.original is not None:
         check(run.graph, run.original.originals, run.readers_before)
@@ -180,6 +184,20 @@ def _run_pass(run: Run, step: Pass) -> None:
     record = PassRecord(step.name, milliseconds, nodes, len(run.graph.nodes), run.fired - fired)
     run.report.passes.append(record)
     run.on_stage(step.name, run.graph)
+
+
+def _apply_within_fuel(run: Run, step: Pass) -> None:
+    """A pass that changes the graph counts as a rewrite."""
+    if run.fuel.is_empty:
+        return
+    before = _content(run.graph)
+    step.apply(run)
+    if _content(run.graph) != before:
+        run.fuel.burn(Rewrite(step.name))
+
+
+def _content(graph: Graph) -> list[tuple[object, ...]]:
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
 def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], bodies: Mapping[OpOverload, Lowering]) -> None:

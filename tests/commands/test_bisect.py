@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
-from lib.plants import plant
+from lib.plants import plant, unproved
 from torch import nn
 
 from mla_fx import cases
 from mla_fx.__main__ import main
 from mla_fx.commands import bisect as command
 from mla_fx.commands.bisect import Answers, bisect
+from mla_fx.passes import absorb
 
 STACK = """
 from mla_fx import cases
@@ -44,8 +45,8 @@ def stack(tmp_path):
 def test_a_right_program_takes_one_compilation(stack, capsys):
     assert main(["bisect", stack(1)]) == 0
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("2 rewrites: right, ")
-    assert last.startswith("Nothing is wrong: with all 2 rewrites, ")
+    assert first.startswith("4 rewrites: right, ")
+    assert last.startswith("Nothing is wrong: with all 4 rewrites, ")
 
 
 def test_a_program_in_which_nothing_fuses_was_not_rewritten(tmp_path, capsys):
@@ -64,17 +65,26 @@ def test_the_guilty_rewrite_is_found(monkeypatch, stack, capsys):
     assert (guilty["pattern"], guilty["module"], guilty["number"]) == ("mla_attention", "layers.1", 2)
     assert guilty["source"].startswith(cases.__file__) and guilty["calls"] == ["mla_attention"]
     assert guilty["before"] < 1e-5 < 1e-4 < guilty["after"]
-    assert [step["rewrites"] for step in found["steps"]] == [4, 0, 2, 1]
-    assert [step["wrong"] for step in found["steps"]] == [True, False, True, False]
+    assert [step["rewrites"] for step in found["steps"]] == [6, 0, 3, 1, 2]
+    assert [step["wrong"] for step in found["steps"]] == [True, False, True, False, True]
 
 
 def test_a_wrong_cache_is_found_by_its_name(monkeypatch, stack, capsys):
     plant(monkeypatch, "rows written one slot further")
     assert main(["bisect", stack(1)]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Rewrite 2 of 2 is the first that changes an answer: mla_prolog in layers.0 (")
+    assert last.startswith("Rewrite 3 of 4 is the first that changes an answer: mla_prolog in layers.0 (")
     assert "which adds mla_prolog. layers.0.k" in last
-    assert last.endswith("MLA_FX_FUEL=1 stops before it.")
+    assert last.endswith("MLA_FX_FUEL=2 stops before it.")
+
+
+def test_a_wrong_pass_is_found_by_its_name(monkeypatch, stack, capsys):
+    unproved(monkeypatch)
+    right = absorb.absorb_query
+    monkeypatch.setattr(absorb, "absorb_query", lambda query, weight: right(query, weight) * 1.05)
+    assert main(["bisect", stack(1)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "is the first that changes an answer: choose absorbed or expanded, which adds no fused operator" in last
 
 
 class Unlike(nn.Module):
@@ -96,7 +106,7 @@ def test_a_rewrite_that_makes_the_program_fail_is_guilty(monkeypatch):
 
     def failing(answers, judge, target, limit):
         step = attempt(answers, judge, target, limit)
-        return step if step.fuel < 2 else command.Step(step.fuel, {}, step.rewrites, "the run raises ValueError: no;")
+        return step if step.fuel < 3 else command.Step(step.fuel, {}, step.rewrites, "the run raises ValueError: no;")
 
     monkeypatch.setattr(command, "_attempt", failing)
     found = bisect((cases.Layer(), cases.inputs(), {}), "reference")

@@ -1,6 +1,5 @@
-"""What torch's own tools see of this project: structured traces, TORCH_LOGS, debug folders, provenance, bisection."""
+"""What torch's own tools see of this project: structured traces, TORCH_LOGS, debug folders, provenance."""
 
-import gc
 import json
 import logging
 import os
@@ -11,16 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib import plants
-from lib.comparing import check_same
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.compiler_bisector import CompilerBisector
 
 import mla_fx
 from mla_fx.debug import recorder
 from mla_fx.driver import compile_caches
-from mla_fx.passes import absorb
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 ROOT = Path(__file__).parents[2]
@@ -203,40 +198,3 @@ def test_kernels_of_fused_operators_are_joined_to_the_model(decode, trace):
     graph_pass = mla_fx.MlaPass()
     assert joined(trace, decode, "inductor", post_grad_custom_pre_pass=graph_pass) >= wanted
     assert graph_pass.report.fused == {"mla_prolog": 1, "latent_attention": 1}
-
-
-# --- bisection -------------------------------------------------------------------------------------------------------
-
-
-def wrong_absorption(patch):
-    plants.unproved(patch)
-    right = absorb.absorb_query
-    patch.setattr(absorb, "absorb_query", lambda query, weight: right(query, weight) * 1.05)
-
-
-WRONG = {
-    "mla_fx: mla_attention at _safe_softmax, ": lambda patch: plants.plant(patch, "scale 5 % off"),
-    "mla_fx: mla_prolog at attention_default_1, ": lambda patch: plants.plant(patch, "rotation the other way"),
-    "mla_fx: choose absorbed or expanded": wrong_absorption,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("found", WRONG)
-@pytest.mark.filterwarnings("ignore:mla_fx. attention that looks like MLA was not fused")
-def test_torchs_bisector_finds_a_wrong_rewrite(decode, monkeypatch, found):
-    WRONG[found](monkeypatch)
-
-    def is_right():
-        try:
-            torch._dynamo.reset()
-            check_same(*decode, torch.compile(decode[0], backend=mla_fx.get_backend(target="reference")))
-        except AssertionError:
-            return False
-        return True
-
-    with inductor_config.patch({"test_configs.bisect_keep_custom_backend_for_inductor": True}):
-        result = CompilerBisector.do_bisect(is_right)
-    gc.collect()  # torch's bisector ends when its frame does, which frames of errors keep
-    assert (result.backend, result.subsystem) == ("inductor", "post_grad_passes")
-    assert result.debug_info.startswith(found)

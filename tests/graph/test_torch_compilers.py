@@ -1,7 +1,5 @@
 """A try of every private name of torch's own compilers that is needed: what a new release moved fails here by name."""
 
-import os
-from collections import Counter
 
 import pytest
 import torch
@@ -249,20 +247,6 @@ def test_inductor_tells_that_it_makes_a_package():
 def test_debug_files_have_a_folder(tmp_path):
     with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
         assert torch_compilers.debug_folder().parent == tmp_path
-
-
-def test_the_bisector_is_asked(monkeypatch):
-    from torch._inductor import compiler_bisector
-
-    assert not torch_compilers.is_bisected_out(lambda: "a rewrite")
-    bisector = compiler_bisector.CompilerBisector
-    subsystem = bisector.get_subsystem_object("inductor", "post_grad_passes")
-    monkeypatch.setattr(bisector, "bisection_enabled", True)
-    for name, value in (("BACKEND", "inductor"), ("SUBSYSTEM", subsystem.name), ("MAX", "0")):
-        monkeypatch.setenv(f"TORCH_BISECT_{name}", value)
-    monkeypatch.setattr(compiler_bisector, "get_env_val", os.environ.get)  # torch remembers what it read
-    monkeypatch.setattr(compiler_bisector, "subsystem_call_counter", Counter())
-    assert [torch_compilers.is_bisected_out(lambda: "a rewrite") for _ in range(3)] == [False, True, True]
 
 
 def test_what_is_compiled_to_be_saved_is_told_from_what_is_cached():
