@@ -44,6 +44,9 @@ FOUND = {
         Mutant("plain", (("narrow", "_softmax", 0, "float16"),)),
         Mutant("equal-combined_in_two-by_head", (("narrow", "slice_scatter_1", 0, "float32"),)),
     ),
+    "bytes of rows that cannot be viewed in the pages": (
+        Mutant("rows of bytes", (("rotate", "view_10", 0, 1, 26),)),
+    ),
     "pages that are one block, repeated": (
         Mutant("combined pages, square (decomposed)", (("one_for_all", "index", 0, 0, 2),)),
         Mutant("combined pages in two", (("one_for_all", "slice_scatter_1", 1, 0, 3),)),
