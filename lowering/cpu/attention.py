@@ -3,6 +3,7 @@
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted.attention.arguments import (
+    CHOOSES,
     RESULTS,
     Arguments,
     Results,
@@ -34,10 +35,9 @@ def lower(a: Arguments) -> Compiled:
 
 def lower_latents(a: Arguments) -> Compiled:
     """Lower a call without weights: to the kernel, or to loops over copies of few keys."""
-    if a.indices is not None:
-        check_served(a)
-        return chosen_keys.attend
     check_served(a)
+    if a.indices is not None:
+        return chosen_keys.attend
     context = context_of(a.kv_cache, a.block_table)
     scores = count_of_scores(a.query, context)
     if scores is None or a.return_lse:
@@ -47,43 +47,36 @@ def lower_latents(a: Arguments) -> Compiled:
 
 
 def lower_heads(a: Arguments) -> Compiled:
-    if a.return_lse:
-        return lower_with_sums(a)
+    if a.return_lse and (a.indices is not None or a.lens is not None):
+        raise NoMatch("chosen keys of prompts and packed sequences have no logarithms in the kernel")
     if a.indices is not None:
         check_served(a)
         return chosen_keys.attend_prompt
     if a.lens is not None:
         return packed_sequences.lower(a)
-    chooses = is_chosen_at_run_time(a)
-    if not chooses and not is_absorbed(a):
-        if _is_small(a) or not _is_better_called(a):
-            raise NoMatch("compiled loops are for few scores, and for prompts without a mask")
+    if is_chosen_at_run_time(a):
+        return lower_both_forms(a)
+    if is_absorbed(a):
+        check_served(a)
+        return absorbed_over_rows
+    if _is_small(a) or not _is_better_called(a):
+        raise NoMatch("compiled loops are for few scores, and for prompts without a mask")
+    return chosen_by_call
+
+
+def lower_both_forms(a: Arguments) -> Compiled:
+    """Lower a call that chooses its form by its query tokens: to a conditional, or to a call if one cannot be compiled.
+    Loops return no logarithms."""
+    if a.return_lse:
+        if not heads_over_rows.is_fast(a):
+            raise NoMatch(CHOOSES)
         return chosen_by_call
     check_served(a)
-    if not chooses:
-        return absorbed_over_rows
     try:
         check_forms(a)
     except NoMatch:
         return chosen_by_call
     return chosen
-
-
-def lower_with_sums(a: Arguments) -> Compiled:
-    """To the absorbed form, and to the expanded one where that is fast."""
-    if a.indices is not None:
-        raise NoMatch("chosen keys of a prompt have no logarithms in the kernel")
-    if a.lens is not None:
-        raise NoMatch("packed sequences have no logarithms in the kernel")
-    is_one_form = not is_chosen_at_run_time(a)
-    if heads_over_rows.is_fast(a) and not (is_one_form and is_absorbed(a)):
-        if is_one_form and not heads_over_rows.has_many_scores(a):
-            raise NoMatch("compiled loops are for few scores")
-        return chosen_by_call
-    check_served(a)
-    if not is_one_form or not is_absorbed(a):
-        raise NoMatch("the kernel is for absorbed queries")
-    return absorbed_over_rows
 
 
 def _is_small(a: Arguments) -> bool:
@@ -93,8 +86,9 @@ def _is_small(a: Arguments) -> bool:
 
 def _is_better_called(a: Arguments) -> bool:
     """Whether the expanded form is a call, rather than compiled: compiled code would store a mask in another dtype, and
-    read keys that it hides."""
-    return heads_over_rows.is_fast(a) or (a.query.device.type == "cpu" and is_masked(a))
+    read keys that it hides. With logarithms, only the fast kernel is a call."""
+    is_on_cpu = a.query.device.type == "cpu"
+    return heads_over_rows.is_fast(a) or (is_on_cpu and is_masked(a) and not a.return_lse)
 
 
 def chosen(a: Arguments) -> Results:
