@@ -28,6 +28,7 @@ from .views import MOVERS, has_dim, shape_of
 aten = torch.ops.aten
 
 SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
+LOG_SOFTMAX = frozenset({aten._log_softmax.default, aten.log_softmax.int})
 EXPONENTIALS: dict[Any, float] = {aten.exp.default: 1.0, aten.exp2.default: math.log(2)}
 """Each is `exp(number * x)`."""
 LOGARITHMS: dict[Any, float] = {aten.log.default: 1.0, aten.log2.default: math.log(2), aten.logsumexp.default: 1.0}
@@ -68,15 +69,9 @@ class _Columns:
 
 def softmax(element: Element) -> Softmax:
     """Read a softmax. Raises NoMatch if `element` is not one, or if more than one of its probabilities is dropped."""
-    node, index = element.node, element.index
+    node = element.node
     if node.target in SOFTMAX:
-        value, given = args_of(node)[:2]
-        if not has_dim(len(index), given):
-            raise NoMatch(f"dimension {given} does not exist: there are {len(index)}", node)
-        dim = given % len(index)
-        columns = _columns(index, dim, node)
-        found = columns.of(operand(value, _along(index, dim, columns.whole)))
-        return replace(found, zeroes=node.target is aten._safe_softmax.default)
+        return replace(_by_operator(element), zeroes=node.target is aten._safe_softmax.default)
     if node.target is aten.where.self:
         return _guarded(element)
     if node.target is aten.div.Tensor and (exp := exponential(args_of(node)[0])) is not None:
@@ -86,6 +81,17 @@ def softmax(element: Element) -> Softmax:
     if node.target is aten.nan_to_num.default:
         raise NoMatch(NAN_REPLACED, node)
     raise NoMatch(f"expected a softmax, found {name_of(node)}", node)
+
+
+def _by_operator(element: Element) -> Softmax:
+    """Read PyTorch's own softmax, or its logarithm."""
+    node, index = element.node, element.index
+    value, given = args_of(node)[:2]
+    if not has_dim(len(index), given):
+        raise NoMatch(f"dimension {given} does not exist: there are {len(index)}", node)
+    dim = given % len(index)
+    columns = _columns(index, dim, node)
+    return columns.of(operand(value, _along(index, dim, columns.whole)))
 
 
 def _columns(index: tuple[Index, ...], dim: int, node: Node) -> _Columns:
@@ -242,15 +248,20 @@ def _one(over: tuple[Index, ...], node: Node) -> Axis:
 
 
 def subtracts_logarithm(exp: Node) -> bool:
-    """Whether this exponentiates a difference from a logarithm."""
+    """Whether this exponentiates a difference from a logarithm, or the logarithm of a softmax."""
     total = attempt(as_sum, element_of(args_of(exp)[0]))
-    return total is not None and any(term.origin.target in LOGARITHMS and term.factor < 0 for term in total.terms)
+    return total is not None and any(
+        term.origin.target in LOG_SOFTMAX or (term.origin.target in LOGARITHMS and term.factor < 0)
+        for term in total.terms
+    )
 
 
 def _less_logarithm(element: Element) -> Softmax:
-    """Read `exp(x - log(sum(exp(x))))`."""
-    node = element.node
-    total = as_sum(exponent(node, element.index))
+    """Read `exp(x - log(sum(exp(x))))`, or `exp(log_softmax(x))`."""
+    node, inner = element.node, exponent(element.node, element.index)
+    if inner.origin.target in LOG_SOFTMAX:
+        return _by_operator(inner)
+    total = as_sum(inner)
     subtracted = log_of_sum([term.times(-1.0) for term in total.terms], node)
     left = [term.times(-1.0) for term in subtracted.others]
     for dim, size in enumerate(shape_of(node)):

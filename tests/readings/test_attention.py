@@ -1,5 +1,7 @@
 """Softmax attention in every spelling against an independent oracle."""
 
+import math
+
 import pytest
 import torch
 from lib.traced import BIAS, MASK, B, D, N, S, T, Traced, agree, dense, sum_of
@@ -222,6 +224,40 @@ NO_ATTENTIONS = {
     ),
     "a number added": (lambda q, k, v: (q @ k.mT + 2.0).softmax(-1) @ v, "a number is added to the attention scores"),
 }
+
+
+KEPT_WHOLE = {
+    "natural": lambda scores: scores.log_softmax(-1).exp(),
+    "base two": lambda scores: (scores.log_softmax(-1) / math.log(2)).exp2(),
+    "beside a sink": lambda scores: beside(scores, 0.3).log_softmax(-1).exp()[..., :-1],
+}
+NOT_WHOLE = {
+    "half of it": (lambda scores: (scores.log_softmax(-1) * 0.5).exp(), "multiplied by a number, 0.5"),
+    "base two of it": (lambda scores: scores.log_softmax(-1).exp2(), "multiplied by a number, 0.693147"),
+    "more than it": (lambda scores: (scores.log_softmax(-1) + 0.1).exp(), "expected the largest score and"),
+    "over queries": (lambda scores: scores.log_softmax(-2).exp(), "not summed over the softmax axis alone"),
+    "some of its columns": (
+        lambda scores: torch.cat((scores, scores), -1).log_softmax(-1).exp()[..., :T],
+        "only some of the softmax's probabilities",
+    ),
+}
+
+
+def weighed(weights):
+    given = dense(B, N, S, D), dense(B, N, T, D), dense(B, N, T, D)
+    return Traced(lambda q, k, v: weights(q @ k.mT) @ v, *given, decompose=False)
+
+
+@pytest.mark.parametrize("name", KEPT_WHOLE)
+def test_a_log_softmax_that_is_kept_whole_is_read(name):
+    check_read(weighed(KEPT_WHOLE[name]), has_sink="sink" in name)
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_near_twins_of_a_log_softmax(name):
+    weights, because = NOT_WHOLE[name]
+    with pytest.raises(NoMatch, match=because):
+        read_attention(weighed(weights))
 
 
 @pytest.mark.parametrize("decompose", [True, False], ids=["as Inductor has it", "as it is"])

@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[type[Layer], Sizes]] = {
     "blind added": (masks.BlindAdded, S),
     "exp over sum": (masks.ExpOverSum, SQUARE),
     "exp over sum unsqueezed": (masks.ExpOverSumUnsqueezed, SQUARE),
+    "log softmax": (masks.LogSoftmax, S),
     "safe softmax": (masks.SafeSoftmax, S),
     "sink": (masks.Sink, S),
     "sink first": (masks.SinkFirst, EVEN),

@@ -93,6 +93,13 @@ class ExpOverSumUnsqueezed(Layer):
         return exponential / exponential.sum(-1).unsqueeze(-1)
 
 
+class LogSoftmax(Layer):
+    """A logarithm that is exponentiated."""
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        return (scores + mask).log_softmax(-1).exp()
+
+
 class SafeSoftmax(Layer):
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
         key, value = self.expanded(latent, k_rope)
