@@ -150,7 +150,7 @@ def test_layers_share_the_conversion_of_lengths_and_tables(library, monkeypatch)
     """Compiled for a CPU, where the operator of the library gets a kernel. Caches are not copied for it."""
     combined, own = [], flash_mla.is_combined
     monkeypatch.setattr(flash_mla, "is_combined", lambda a: combined.append(own(a)) or own(a))
-    monkeypatch.setattr(library, "check", lambda a, query: None)
+    monkeypatch.setattr(library, "check", lambda a: None)
     found = {entry.overload: module for entry, module in modules_of_operators("mla_fx.lowering.cuda")}
     monkeypatch.setattr(cuda, "LOWERINGS", found)
     attend, first, second = torch.ops.mla_fx.attention.default, CALLS["drafts"], moved(CALLS["drafts"], 0)
