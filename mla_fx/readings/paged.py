@@ -101,21 +101,7 @@ def _viewed(element: Element) -> Paged:
     *lead, column = element.index
     byte = fresh(width)
     wide = combine(width * column.offset, [*((digit, width * stride) for digit, stride in column.terms), *byte.terms])
-    found = paged(resolve(source, (*lead, wide)))
-    _check_aligned(found.pages, dtype)
-    return replace(found, node=element.node, viewed=dtype, byte=byte)
-
-
-def _check_aligned(pages: Element, dtype: torch.dtype) -> None:
-    """Raises NoMatch unless pages can be viewed in another dtype: rows that were looked up are copies, and lie
-    elsewhere."""
-    node, index, _ = pages.as_operand
-    value = node.meta["val"]
-    first = value.storage_offset() + sum(part.offset * step for part, step in zip(index, value.stride(), strict=True))
-    for distance in (first, *value.stride()[:-1]):
-        if ratio(distance * value.itemsize, dtype.itemsize) is None:
-            where = f"at a distance of {distance * value.itemsize} bytes in the pages"
-            raise NoMatch(f"rows hold {dtype} {where}, expected a multiple of {dtype.itemsize}", node)
+    return replace(paged(resolve(source, (*lead, wide))), node=element.node, viewed=dtype, byte=byte)
 
 
 def is_looked_up(element: Element) -> bool:

@@ -79,10 +79,11 @@ class FakeValues:
             return self._viewed(target, args)
         args = fake_of(args)
         kwargs = {name: fake_of(value) for name, value in kwargs.items()}
+        refuses = RuntimeError if target is aten.view.dtype else ValueError  # bytes at odd places cannot be viewed
         try:
             with self.faking():
                 return target(*args, **kwargs)
-        except ValueError as refusal:
+        except refuses as refusal:
             raise NoMatch(f"the operator refuses: {refusal}") from refusal
 
     def _viewed(self, target: Any, args: Any) -> Any:
