@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.attention.arguments import HEADS, HIDING, RESULTS, SCALES, Arguments, Results
+from mla_fx.ops.emitted.attention.arguments import HEADS, HIDING, RESULTS, Arguments, Results
 from mla_fx.ops.emitted.attention.chosen_rows import over_rows
-from mla_fx.ops.emitted.attention.codes import CODES, dtype_of, kind_of
+from mla_fx.ops.emitted.attention.codes import CODES, SCALES, dtype_of, kind_of
 from mla_fx.ops.emitted.attention.kernel_operands import (
     asked,
     in_rows,
@@ -33,7 +33,7 @@ from .built import built
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CALL = struct.Struct("55q3d")  # `Call` in the C++ file
-TAKES = (*HEADS, *HIDING, *SCALES, "fill", "sinks", "block_table", "indices", "lens", "return_lse")
+TAKES = (*HEADS, *HIDING, *SCALES.values(), "fill", "sinks", "block_table", "indices", "lens", "return_lse")
 LARGEST = torch.finfo(torch.float32).max
 
 

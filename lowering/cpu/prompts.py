@@ -8,9 +8,9 @@ from torch import Tensor
 from mla_fx.ops.emitted.attention.arguments import Arguments, Results
 from mla_fx.ops.emitted.attention.heads import joined
 from mla_fx.ops.emitted.attention.operator import fake
-from mla_fx.ops.emitted.attention.pages import unpaged
+from mla_fx.ops.emitted.attention.pages import unpaged, whole_mask
 from mla_fx.ops.emitted.attention.parts import of_heads, of_sequences
-from mla_fx.ops.emitted.attention.softmax import aligned, as_mask
+from mla_fx.ops.emitted.attention.softmax import aligned
 from mla_fx.ops.emitted.attention.tiles import attend, last_seen, mask_of_rows, parts, seen_keys
 
 from . import heads_over_rows
@@ -33,9 +33,8 @@ def in_parts(a: Arguments) -> Results:
 
 def _mask(a: Arguments) -> Tensor | None:
     """[B or 1, N or 1, S or 1, T]"""
-    context = a.kv_cache.shape[1]
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context)
-    return None if mask is None else aligned(mask, rows_first=False).expand(-1, -1, -1, context)
+    mask = whole_mask(a)
+    return None if mask is None else aligned(mask, rows_first=False).expand(-1, -1, -1, a.kv_cache.shape[1])
 
 
 def _of_sequence(a: Arguments, out: Tensor) -> None:

@@ -79,8 +79,6 @@ def lower_to(library: Any, a: Arguments) -> Compiled:
 
 def check_absorbed(a: Arguments) -> None:
     """Raise NoMatch for a call of heads that is not absorbed when it is compiled."""
-    if a.lens is not None:
-        raise NoMatch("lens are given; it takes absorbed queries")
     if is_chosen_at_run_time(a):
         raise NoMatch(CHOOSES)  # a conditional would copy the views of one cache
     if not is_absorbed(a):

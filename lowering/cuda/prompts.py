@@ -15,12 +15,12 @@ from mla_fx.ops.emitted.attention.arguments import (
     HEADS,
     HIDING,
     RESULTS,
-    SCALES,
     Arguments,
     Results,
     is_masked,
     refuse_others,
 )
+from mla_fx.ops.emitted.attention.codes import SCALES
 from mla_fx.ops.emitted.attention.heads import joined, tiled
 from mla_fx.ops.emitted.attention.operator import fake
 from mla_fx.ops.emitted.attention.pages import context_of, unpaged
@@ -36,7 +36,7 @@ LARGE = 2**28  # bytes of the keys and values of all heads; fewer are expanded a
 PART = 2**27  # bytes of keys and values that are expanded at a time
 MASK = 2**27  # elements of a mask that are stored at a time
 
-TAKES = (*HEADS, *HIDING, *SCALES, "fill", "block_table")
+TAKES = (*HEADS, *HIDING, *SCALES.values(), "fill", "block_table")
 
 
 def lower(a: Arguments) -> Compiled:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.attention.arguments import HIDING, RESULTS, SCALES, Arguments, Results, refuse_others
+from mla_fx.ops.emitted.attention.arguments import HIDING, RESULTS, Arguments, Results, refuse_others
 from mla_fx.ops.emitted.attention.chosen_rows import over_rows
-from mla_fx.ops.emitted.attention.codes import CODES, kind_of
+from mla_fx.ops.emitted.attention.codes import CODES, SCALES, kind_of
 from mla_fx.ops.emitted.attention.kernel_operands import (
     asked,
     in_rows,
@@ -39,7 +39,7 @@ KEYS = 16  # of a tile, for 512 columns: with twice as many of either, registers
 TILE = 128  # columns that share a scale, at most
 WARPS = 8
 PER_PROCESSOR = 2  # programs for each multiprocessor
-TAKES = (*HIDING, *SCALES, "fill", "sinks", "block_table", "return_lse")
+TAKES = (*HIDING, *SCALES.values(), "fill", "sinks", "block_table", "return_lse")
 STRIDES = 3, 3, 2, 2, 1, 1, 4, 2, 2  # of each operand, in the order of the kernel
 
 

@@ -1,6 +1,5 @@
 """A try of every private name of torch's own compilers that is needed: what a new release moved fails here by name."""
 
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -55,3 +55,8 @@ def test_an_argument_that_a_kernel_does_not_know(kernel, call):
 @pytest.mark.parametrize("call", ["latents", "heads", "chosen rows"])
 def test_what_it_knows_is_taken(call):
     assert callable(ascend.lower(A2, CALLS[call](None)))
+
+
+def test_a_choice_of_form_without_heads_is_taken():
+    """It has no effect."""
+    assert callable(ascend.lower(A2, dataclasses.replace(CALLS["latents"](None), max_absorbed_tokens=128)))

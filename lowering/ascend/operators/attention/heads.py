@@ -31,8 +31,8 @@ from ...fused_infer_attention_score import EXPANDED, EXPANDED_UNROTATED, KERNEL,
 from ...limits import Surface
 from .latents import logarithms
 
-PACKED = "packed sequences are attended to one by one"
 TAKES = (*HEADS, *HIDING, "fill", "sinks", "return_lse")
+PACKED = "packed sequences are attended to one by one"
 CHOSEN = "no kernel attends to chosen keys with queries that are not absorbed"
 
 

@@ -13,8 +13,8 @@ RESULTS = "out", "lse"
 
 # Names of arguments that go together, for what kernels take
 HIDING = "mask", "context_lens", "is_causal"
-SCALES = "kv_scales", "kr_scales"
-HEADS = "weight_uk", "weight_uv", "max_absorbed_tokens"
+HEADS = "weight_uk", "weight_uv"
+FORM = "max_absorbed_tokens"  # which chooses between two ways to one result: every kernel takes it
 
 Results = tuple[Tensor, Tensor]
 
@@ -73,11 +73,12 @@ def refuse_others(a: Arguments, kernel: str, *taken: str) -> None:
 
 
 def given_beside(a: Arguments, *taken: str) -> Iterator[str]:
-    """The names of arguments that are not their defaults, beside some and those that have none."""
+    """The names of arguments that are not their defaults, beside some, those that have none, and the choice of a
+    form."""
     for field in fields(a):
         value = getattr(a, field.name)
         is_given = field.default is not MISSING and value is not None and value is not field.default
-        if is_given and field.name not in taken:
+        if is_given and field.name not in (FORM, *taken):
             yield field.name
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
 
 from .codes import of_rows
-from .pages import context_of
-from .softmax import aligned, as_mask, last_keys, masked
+from .pages import context_of, whole_mask
+from .softmax import aligned, last_keys, masked
 
 
 def over_rows(a: Any) -> Any:
@@ -49,7 +49,7 @@ def over_all(a: Any) -> Any:
     mask = a.indices.new_zeros(batch, steps, context + 1, dtype=torch.bool)  # the last place is of no key
     keys = a.indices.squeeze(2).to(torch.int64)
     mask = mask.scatter_(-1, keys.masked_fill(keys < 0, context), True)[..., :context].unsqueeze(1)
-    given = as_mask(a.mask, a.context_lens, False, a.query, context)
+    given = whole_mask(a)
     if given is not None:
         given = aligned(given, rows_first=False)
         mask = mask & given if given.dtype == torch.bool else masked(given, mask, None)

@@ -10,7 +10,7 @@ from mla_fx.ops.common.math import wide_product
 
 from .arguments import Arguments, Attend, Results
 from .latents import concatenated, over_latents
-from .pages import unpaged, without_codes
+from .pages import unpaged, whole_mask, without_codes
 from .parts import of_tokens
 from .softmax import as_mask, fake_sums, probabilities
 from .tiles import Form, at_once, attend, mask_of_rows, parts, row_tiles, rows_first, seen_keys
@@ -66,7 +66,7 @@ def in_tiles(a: Arguments) -> Results:
     """`expanded` by tiles of query rows."""
     a = unpaged(a)
     query, key, value = joined(a, None)
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, key.shape[2])
+    mask = whole_mask(a)
     return concatenated(
         weighted(wide_product(query[:, :, first:last], key.mT), None, mask_of_rows(mask, first, last), value, a)
         for first, last in row_tiles(a.query, key.shape[2])
@@ -83,8 +83,7 @@ def operands(a: Arguments) -> tuple[tuple[Tensor, Tensor | None, Tensor | None],
     if a.query_rope is not None and a.kr_cache is not None:
         # All heads share kr_cache: one product over N*S rows; broadcasting would copy it for every head.
         rotated = wide_product(a.query_rope.transpose(1, 2).flatten(1, 2), a.kr_cache.mT).view(latent.shape)
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, a.kv_cache.shape[1])
-    return (latent, rotated, mask), value
+    return (latent, rotated, whole_mask(a)), value
 
 
 def tiled(a: Arguments, choose: Form = at_once) -> Results:

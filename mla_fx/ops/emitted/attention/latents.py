@@ -10,9 +10,9 @@ from mla_fx.ops.common.math import accumulation_dtype, wide_product
 from .arguments import Arguments, Results
 from .chosen_rows import over_rows
 from .codes import dequantised, dtype_of
-from .pages import context_of, latent_tiles
+from .pages import context_of, latent_tiles, whole_mask
 from .parts import of_tokens
-from .softmax import as_mask, probabilities
+from .softmax import probabilities
 from .tiles import goes_by_tiles, row_tiles
 
 
@@ -56,8 +56,7 @@ def scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     rotated = None
     if a.query_rope is not None and a.kr_cache is not None:
         rotated = _products(a.query_rope, a.kr_cache, a.block_table, a.kr_scales)
-    mask = as_mask(a.mask, a.context_lens, a.is_causal, a.query, context_of(a.kv_cache, a.block_table))
-    return _products(a.query, a.kv_cache, a.block_table, a.kv_scales), rotated, mask
+    return _products(a.query, a.kv_cache, a.block_table, a.kv_scales), rotated, whole_mask(a)
 
 
 def _products(query: Tensor, cache: Tensor, block_table: Tensor | None, scales: Tensor | None) -> Tensor:

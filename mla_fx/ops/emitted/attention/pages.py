@@ -15,6 +15,7 @@ from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_fractals
 
 from .arguments import Arguments
 from .codes import SCALES, dequantised, numbers, of_rows
+from .softmax import as_mask
 
 TILE = 512  # tokens gathered at a time: they fit a processor's cache, and make few tiles
 
@@ -24,6 +25,11 @@ READS_PAGES = "it reads pages tile by tile; a compiler would first gather the wh
 def context_of(cache: Tensor, block_table: Tensor | None) -> int:
     """T of a cache [B, T, width], or of the pages of latents in a table [B, Blocks]."""
     return cache.shape[-2] if block_table is None else block_table.shape[1] * cache.shape[-2]
+
+
+def whole_mask(a: Arguments) -> Tensor | None:
+    """What hides keys of a call, as a mask that broadcasts to [B, N, S, T], or None."""
+    return as_mask(a.mask, a.context_lens, a.is_causal, a.query, context_of(a.kv_cache, a.block_table))
 
 
 def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
