@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
+from mla_fx.ops.emitted.attention.tiles import LOWEST
 
 from .axes import Axis, Index
 from .calls import CASTS, args_of, operands_of, options_of
@@ -27,13 +28,20 @@ from .conditions import MASKED_FILL
 from .constant import constant
 from .contraction import PRODUCTS, contraction, reduced
 from .element import Element, operand, resolve
-from .softmax import EXPONENTIALS, SOFTMAX
+from .points import FAR, Points
 from .views import MOVERS, has_dim, shape_of
 
 aten = torch.ops.aten
 
+SOFTMAX = frozenset({aten._softmax.default, aten.softmax.int, aten._safe_softmax.default})
+LOG_SOFTMAX = frozenset({aten._log_softmax.default, aten.log_softmax.int})
+EXPONENTIALS: dict[Any, float] = {aten.exp.default: 1.0, aten.exp2.default: math.log(2)}
+"""Each is `exp(number * x)`."""
+LOGARITHMS: dict[Any, float] = {aten.log.default: 1.0, aten.log2.default: math.log(2), aten.logsumexp.default: 1.0}
+"""Each, times the number, is the natural logarithm."""
 MOST_STEPS = 1000
 MOST_TERMS = 16
+CLOSE = 1e-11
 TESTS = frozenset({aten.eq.Scalar, aten.ne.Scalar})
 POINTWISE = frozenset(
     {
@@ -97,12 +105,41 @@ class Arithmetic:
         place = self.places[key]
         return place if factor == 1.0 else self._add(functools.partial(operator.mul, factor), [place])
 
-    def values(self, places: Sequence[int], leaves: Mapping[int, Tensor]) -> list[Tensor]:
-        """The values at some places, for values of the leaves: points in float64, as many for each."""
+    def value(self, place: int, points: Points, leaves: Sequence[int]) -> Tensor:
+        """The values at a place, for points in float64 whose rows are the values of some leaves."""
+        return self._values([place], points, leaves)[0]
+
+    def on_all_pieces(self, drawn: Points, leaves: Sequence[int]) -> Points:
+        """Add points on both sides of each switch. Raises NoMatch if one has a side that no point reaches."""
+        if not self.switches:
+            return drawn
+
+        def switches(points: Points) -> Tensor:
+            return torch.stack(self._values([*self.switches], points, leaves))
+
+        points = drawn.beside(switches)
+        values = switches(points)
+        with_empty = torch.cat((values, *map(switches, points.with_empty_parts())), 1)
+        for call, ordinary, every in zip(self.switches.values(), values, with_empty, strict=True):
+            is_parted = all((side * ordinary > 0).any() for side in (-1, 1))
+            closest = ordinary.abs().min()
+            is_certain = all((side * every > 0).any() for side in (-1, 1)) and not FAR < closest < -LOWEST
+            if not (is_parted or is_certain or ordinary.isinf().all()):
+                raise NoMatch(f"{name_of(call)} has a case that no attention provably reaches", call)
+        return points
+
+    def _values(self, places: Sequence[int], points: Points, leaves: Sequence[int]) -> list[Tensor]:
+        given = dict(zip(leaves, points.values, strict=True))
         found: list[Tensor] = []
-        for number, (step, given) in enumerate(self.steps):
-            found.append(leaves[number] if step is None else step(*(found[one] for one in given)))
-        return [found[place].expand_as(next(iter(leaves.values()))) for place in places]
+        for number, (step, operands) in enumerate(self.steps):
+            found.append(given[number] if step is None else step(*(found[one] for one in operands)))
+        return [found[place].expand_as(points.values[0]) for place in places]
+
+    def is_close(self, one: Tensor, other: Tensor, points: Points) -> bool:
+        """Whether two values are equal but for rounding: that of sums, and that of logarithms in exponents."""
+        size = points.shared(points.outs.abs()).clamp(min=1)
+        error = CLOSE + self.rounding * points.lses.nan_to_num(0, 0, 0).abs().amax(0)
+        return bool(((one - other).abs() <= error * size).all())
 
     def _add(self, step: Step | None, given: Sequence[int]) -> int:
         if len(self.steps) == MOST_STEPS:
@@ -255,6 +292,12 @@ def _is_weight(value: Node) -> bool:
     tensors = [part for part, value in values if value.is_floating_point()]
     numbers = [part for part in given if isinstance(part, (int, float))]
     return bool(tensors) and all(map(_is_weight, tensors)) and all(number >= 0 for number in numbers)
+
+
+def are_few(element: Element, over: tuple[Index, ...]) -> bool:
+    """Whether a reduction is over few values, each computed by another operation."""
+    axis = _few(over)
+    return axis is not None and _is_stacked(element, axis)
 
 
 def _is_stacked(element: Element, axis: Axis) -> bool:

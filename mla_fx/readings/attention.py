@@ -17,17 +17,18 @@ from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import OpOverload
 
 from .algebra import allowance, as_product, as_sum
+from .arithmetic import EXPONENTIALS, SOFTMAX
 from .axes import Digit, Index, combine, fresh, of_axis, shifted
 from .calls import CASTS, args_of, argument
 from .codes.products import holds_codes
 from .constant import constant
 from .contraction import Contraction, contraction, scaled_product
-from .divided_late import SUMS, divided_late, division
-from .element import Element, computed_from, element_of, first_reader, operand, resolve
+from .element import Element, computed_from, first_reader, operand, readers, resolve
 from .logits import Mask, added_scores, logits
 from .reading import Reading
+from .rows import MOVES, is_product
 from .sizes import Size, ratio
-from .softmax import EXPONENTIALS, SOFTMAX, Softmax, exponential, softmax, subtracts_logarithm
+from .softmax import Softmax, divided_late, division, is_softmax, softmax
 from .views import MOVERS, fresh_index, has_dim, pads_with_zero, seams, shape_of
 
 aten = torch.ops.aten
@@ -42,9 +43,10 @@ FUSED_ATTENTION = frozenset(
     }
 )
 
-ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, *EXPONENTIALS, aten.div.Tensor})
-STEPS = frozenset({*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor, aten.nan_to_num.default})
-TO_CODES = STEPS | {aten.div.Tensor}
+ANCHORS = frozenset({*SOFTMAX, *FUSED_ATTENTION, *EXPONENTIALS})
+STEPS = frozenset(
+    {*MOVERS, *CASTS, aten.where.self, aten.mul.Tensor, aten.div.Tensor, aten.nan_to_num.default}
+)
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,7 @@ def anchors(graph: torch.fx.Graph) -> Iterator[Node]:
 def _begins_attention(node: Node) -> bool:
     if node.target in FUSED_ATTENTION:
         return True
-    return _is_softmax(node) and (weighted_sum(node) or codes_of(node)) is not None
-
-
-def _is_softmax(node: Node) -> bool:
-    if node.target in EXPONENTIALS:
-        return subtracts_logarithm(node) or division(node) is not None
-    return node.target in SOFTMAX or exponential(args_of(node)[0]) is not None
+    return (node.target in SOFTMAX or is_softmax(node)) and (weighted_sum(node) or codes_of(node)) is not None
 
 
 def attention(node: Node) -> Attention:
@@ -107,7 +103,10 @@ def attention(node: Node) -> Attention:
         return _fused(node)
     if _has_one_key(node):
         raise NoMatch("attention over a single key", node)
-    output = division(node) or weighted_sum(node)
+    late = division(node) if node.target in EXPONENTIALS else None
+    if late is not None:
+        return weighted_by(node, late[1], *divided_late(late[1]))
+    output = weighted_sum(node)
     if output is None:
         reason = "probabilities are rounded to whole numbers before they multiply the values"
         raise NoMatch(reason, codes_of(node))
@@ -119,10 +118,8 @@ def _has_one_key(node: Node) -> bool:
     if node.target in SOFTMAX:
         dim = args_of(node)[1]
         return has_dim(len(shape_of(node)), dim) and shape_of(node)[dim] == 1
-    quotient = node if node.target is aten.div.Tensor else division(node)
-    divisor = None if quotient is None else args_of(quotient)[1]
-    total = element_of(divisor).origin if isinstance(divisor, Node) else None
-    if total is None or total.target is not aten.sum.dim_IntList:
+    total = first_reader(node, {aten.sum.dim_IntList}, MOVES)
+    if total is None:
         return False
     sizes = shape_of(args_of(total)[0])
     return any(has_dim(len(sizes), dim) and sizes[dim] == 1 for dim in args_of(total)[1] or ())
@@ -145,15 +142,13 @@ def weighted_by(node: Node, output: Node, index: tuple[Index, ...], weighted: Co
 
 
 def _softmax_times_values(output: Node, node: Node) -> tuple[tuple[Index, ...], Contraction, Softmax]:
-    """Where the result is read, the product with the values, and the softmax. It is divided there or before."""
-    if output.target is aten.div.Tensor:
-        return divided_late(output, node)
+    """Where the result is read, the product with the values, and the softmax."""
     index = fresh_index(output)
     weighted = contraction(resolve(output, index))
     is_left = _is_computed_from(weighted.left.origin, node)
     for side in (weighted.left, weighted.right):
         _check_not_scaled(side, node)
-    return index, weighted, softmax(weighted.left if is_left else weighted.right)
+    return index, weighted, softmax(weighted.left if is_left else weighted.right, weighted.over)
 
 
 def _check_not_scaled(side: Element, probabilities: Node) -> None:
@@ -198,18 +193,17 @@ def _unpadded(found: Attention) -> Attention:
 
 def _is_computed_from(value: Node, node: Node) -> bool:
     """Whether no product is between the two."""
-    return node in computed_from(value, lambda found: found.target in SUMS)
+    return node in computed_from(value, is_product)
 
 
 def weighted_sum(node: Node) -> Node | None:
-    """The product that consumes a softmax's probabilities, through views; None if there is none."""
-    quotient = division(node)
-    return first_reader(node, SUMS, STEPS) if quotient is None else element_of(args_of(quotient)[0]).origin
+    """The product that consumes a softmax's probabilities; None if there is none."""
+    return next(filter(is_product, readers(node, STEPS)), None)
 
 
 def codes_of(node: Node) -> Node | None:
     """The call that rounds a softmax's probabilities to codes; None if there is none."""
-    return first_reader(node, {aten.round.default}, TO_CODES)
+    return first_reader(node, {aten.round.default}, STEPS)
 
 
 def _fused(node: Node) -> Attention:

@@ -23,6 +23,7 @@ from .views import pads_with_zero, seams, shape_of
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.matmul.default})
+SUMS = PRODUCTS | {aten.sum.dim_IntList}
 ADDED_PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default})
 BIAS = "the projection has a bias, which the fused operators do not support"
 

@@ -17,7 +17,7 @@ from .algebra import Budget, addends, allowance, as_product, as_sum, spend
 from .axes import Index
 from .conditions import conditionals
 from .constant import constant, rounded
-from .divided_late import SUMS
+from .contraction import SUMS
 from .element import Element, computed_from, operand
 from .reading import Reading
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -19,23 +19,20 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
-from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import unset_fake_temporarily
-from mla_fx.ops.emitted.attention.tiles import LOWEST
 from mla_fx.ops.emitted.merge_attention import MOST_PARTS
 
 from .arithmetic import Arithmetic, is_step
 from .axes import Axis, Index
 from .calls import CASTS
 from .element import Element, computed_from, computed_with, resolve
-from .points import FAR, Points
+from .points import Points
 from .reading import Reading
 from .views import MOVERS, SPLITS, fresh_index
 
 aten = torch.ops.aten
 
 MOVES = frozenset({*MOVERS, *CASTS, *SPLITS, aten.cat.default, operator.getitem})
-CLOSE = 1e-11
 SUBSETS = 64
 
 
@@ -104,7 +101,7 @@ NO_PARTS = f"expected 2 to {MOST_PARTS} parts of attention, each with a logarith
 
 
 def merge(node: Node, read: Arithmetic | None = None) -> Merge:
-    """Read a value as a merge, by this arithmetic. Raises NoMatch with the reason if it is none."""
+    """Read a value as a merge of several parts, by this arithmetic. Raises NoMatch with the reason if it is none."""
     index = fresh_index(node)
     read = Arithmetic() if read is None else read
     place = read.read(resolve(node, index))
@@ -114,8 +111,9 @@ def merge(node: Node, read: Arithmetic | None = None) -> Merge:
     if len(outs) != len(lses) or not 2 <= len(outs) <= MOST_PARTS:
         raise NoMatch(NO_PARTS, node)
     with unset_fake_temporarily():
-        drawn = Points.drawn(len(outs), read.scales, [*read.free.values()])
-        points = _Values(read, place, outs, lses, node, drawn).on_all_pieces().paired()
+        drawn = Points.drawn(len(outs), len(lses), read.scales, (*read.free.values(),))
+        drawn = read.on_all_pieces(drawn, (*outs, *lses, *read.free))
+        points = _Values(read, place, outs, lses, node, drawn).paired()
         count = range(len(outs))
         blanks = frozenset(filter(points.is_blank, count))
         skips = frozenset(part for part in count if part not in blanks and points.skips(part))
@@ -136,46 +134,20 @@ class _Values:
     node: Node
     drawn: Points
 
-    def on_all_pieces(self) -> _Values:
-        """Add points on both sides of each switch. Raises NoMatch if one has a side that no point reaches."""
-        found = replace(self, drawn=self.drawn.beside(self._switches))
-        values = found._switches(found.drawn)
-        with_empty = torch.cat((values, *map(found._switches, found._with_empty_parts())), 1)
-        for switch, (ordinary, every) in enumerate(zip(values, with_empty, strict=True)):
-            is_parted = all((side * ordinary > 0).any() for side in (-1, 1))
-            closest = ordinary.abs().min()
-            is_certain = all((side * every > 0).any() for side in (-1, 1)) and not FAR < closest < -LOWEST
-            if not (is_parted or is_certain or ordinary.isinf().all()):
-                call = [*self.read.switches.values()][switch]
-                raise NoMatch(f"{name_of(call)} has a case that no attention provably reaches", call)
-        return found
-
-    def _switches(self, points: Points) -> Tensor:
-        values = self.read.values([*self.read.switches], self._leaves(points))
-        return torch.stack(values) if values else points.lses[:0]
-
-    def _with_empty_parts(self) -> Iterator[Points]:
-        """The points in rows that one part, all but one, or no part sees."""
-        parts = range(len(self.outs))
-        yield self.drawn.where(parts, out=0.0, lse=-torch.inf)
-        for part in parts:
-            yield self.drawn.where([part], out=0.0, lse=-torch.inf)
-            yield self.drawn.where([other for other in parts if other != part], out=0.0, lse=-torch.inf)
-
     def paired(self) -> _Values:
         """The same with the logarithm of each part in its place. Raises NoMatch if the value is no merge."""
-        parts, shares = range(len(self.outs)), self.drawn.lses.softmax(0)
+        parts, shares = range(len(self.outs)), self.drawn.shares
         pairs = list[int]()
         for part in parts:
             alone = torch.zeros_like(shares)
             alone[part] = 1
             points = self.drawn.with_outs(alone)
             weight = self._value(points)
-            pairs += [place for place, share in enumerate(shares) if self._is_close(weight, share, points)][:1]
+            pairs += [place for place, share in enumerate(shares) if self.read.is_close(weight, share, points)][:1]
         if sorted(pairs) != [*parts]:
             raise NoMatch("parts are not weighted by the shares that their logarithms give them", self.node)
         found = replace(self, lses=[self.lses[pair] for pair in pairs])
-        if not found._is_close(found._value(self.drawn), _merged(self.drawn), self.drawn):
+        if not self.read.is_close(found._value(self.drawn), self.drawn.shared(self.drawn.outs), self.drawn):
             raise NoMatch("something else than the parts times their shares is computed", self.node)
         for part, (name, number) in itertools.product(parts, {"NaN": torch.nan, "infinity": torch.inf}.items()):
             value = found._value(self.drawn.where([part], out=number))
@@ -223,24 +195,11 @@ class _Values:
 
     def _is_left_out(self, parts: Iterable[int], value: Tensor) -> bool:
         left = self.drawn.where([*parts], out=0.0, lse=-torch.inf)
-        return self._is_close(value, _merged(left), left)
+        return self.read.is_close(value, left.shared(left.outs), left)
 
     def _where(self, parts: Sequence[int], lse: float, out: float) -> Tensor:
         """The value where some parts have this logarithm and this attention."""
         return self._value(self.drawn.where(parts, out=out, lse=lse))
 
     def _value(self, points: Points) -> Tensor:
-        return self.read.values([self.place], self._leaves(points))[0]
-
-    def _leaves(self, points: Points) -> Mapping[int, Tensor]:
-        return dict(zip((*self.outs, *self.lses, *self.read.free), points.values, strict=True))
-
-    def _is_close(self, one: Tensor, other: Tensor, points: Points) -> bool:
-        """Whether two values are equal but for rounding: that of sums, and that of logarithms in exponents."""
-        size = (points.outs.abs() * points.lses.softmax(0)).sum(0).clamp(min=1)
-        error = CLOSE + self.read.rounding * points.lses.nan_to_num(0, 0, 0).abs().amax(0)
-        return bool(((one - other).abs() <= error * size).all())
-
-
-def _merged(points: Points) -> Tensor:
-    return (points.outs * points.lses.softmax(0)).sum(0)
+        return self.read.value(self.place, points, (*self.outs, *self.lses, *self.read.free))

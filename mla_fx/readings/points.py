@@ -7,7 +7,8 @@ logarithm, where one key has all the weight, and log T below it, where T keys ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,13 +23,16 @@ STEPS = (0.0, 1e-6, 1e-3, 0.05)  # away from a switch, as shares of the way betw
 
 @dataclass(frozen=True)
 class Points:
-    """`values` [leaves, points]: the attention of each part, the logarithm of each, and free numbers."""
+    """`values` [leaves, points]: the attention of each part, logarithms, and free numbers. The last logarithm may be a
+    sink, without attention."""
 
     values: Tensor
     parts: int
+    logarithms: int
 
     @classmethod
-    def drawn(cls, parts: int, scales: Sequence[float], most: Sequence[float]) -> Points:
+    @functools.lru_cache(maxsize=64)
+    def drawn(cls, parts: int, logarithms: int, scales: tuple[float, ...], most: tuple[float, ...]) -> Points:
         """Points at random, always the same. Free numbers are 0 to `most`, and often one of the two."""
         draw = torch.Generator().manual_seed(0)
         count = EACH * len(scales)
@@ -38,9 +42,10 @@ class Points:
 
         sizes = torch.tensor(OUTS, dtype=torch.float64)[torch.randint(len(OUTS), (count,), generator=draw)]
         outs = torch.randn(parts, count, generator=draw, dtype=torch.float64) * sizes
-        lses = (2 * uniform(parts) - 1) * torch.tensor(scales, dtype=torch.float64).repeat(EACH)
+        lses = (2 * uniform(logarithms) - 1) * torch.tensor(scales, dtype=torch.float64).repeat(EACH)
         shares = (2 * uniform(len(most)) - 0.5).clamp(0, 1) ** 4
-        return cls(torch.cat((outs, lses, shares * torch.tensor(most, dtype=torch.float64).unsqueeze(-1))), parts)
+        free = shares * torch.tensor(most, dtype=torch.float64).unsqueeze(-1)
+        return cls(torch.cat((outs, lses, free)), parts, logarithms)
 
     @property
     def outs(self) -> Tensor:
@@ -48,18 +53,36 @@ class Points:
 
     @property
     def lses(self) -> Tensor:
-        return self.values[self.parts : 2 * self.parts]
+        return self.values[self.parts : self.parts + self.logarithms]
 
-    def where(self, parts: Sequence[int], *, out: float, lse: float | None = None) -> Points:
-        """Give some parts this attention and, unless it is None, this logarithm."""
+    @property
+    def shares(self) -> Tensor:
+        """The shares of parts and sinks; zero in rows that none sees."""
+        return self.lses.softmax(0).nan_to_num(0.0)
+
+    def shared(self, outs: Tensor) -> Tensor:
+        """The sum of all parts times their shares."""
+        return (outs * self.shares[: self.parts]).sum(0)
+
+    def where(self, parts: Sequence[int], *, out: float | None = None, lse: float | None = None) -> Points:
+        """Give some parts this attention and this logarithm, unless they are None."""
         values = self.values.clone()
-        values[list(parts)] = out
+        if out is not None:
+            values[[part for part in parts if part < self.parts]] = out
         if lse is not None:
             values[[self.parts + part for part in parts]] = lse
         return replace(self, values=values)
 
     def with_outs(self, outs: Tensor) -> Points:
         return replace(self, values=torch.cat((outs, self.values[self.parts :])))
+
+    def with_empty_parts(self) -> Iterator[Points]:
+        """The points in rows that one part, all but one, or no part sees."""
+        parts = range(self.parts or self.logarithms)
+        yield self.where(parts, out=0.0, lse=-torch.inf)
+        for part in parts:
+            yield self.where([part], out=0.0, lse=-torch.inf)
+            yield self.where([other for other in parts if other != part], out=0.0, lse=-torch.inf)
 
     def beside(self, switches: Callable[[Points], Tensor]) -> Points:
         """These points, and others on both sides of each switch. `switches` computes them, [switches, points]."""

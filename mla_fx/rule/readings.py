@@ -2,6 +2,7 @@
 indices, which say as arithmetic over axes which element of a tensor is read."""
 
 from mla_fx.matching.match import OperandAxes as OperandAxes
+from mla_fx.readings.arithmetic import LOGARITHMS as LOGARITHMS
 from mla_fx.readings.attention import Attention as Attention
 from mla_fx.readings.attention import anchors as anchors
 from mla_fx.readings.attention import attention as attention
@@ -98,7 +99,6 @@ from mla_fx.readings.selection import selection as selection
 from mla_fx.readings.sizes import Size as Size
 from mla_fx.readings.sizes import at_most as at_most
 from mla_fx.readings.sizes import product as product
-from mla_fx.readings.softmax import LOGARITHMS as LOGARITHMS
 from mla_fx.readings.views import fresh_index as fresh_index
 from mla_fx.readings.views import seams as seams
 from mla_fx.readings.views import shape_of as shape_of

@@ -136,12 +136,18 @@ def _quotient(left: Tensor, right: Tensor) -> Tensor:
     return torch.where((left == 0) & (right == 0), 0.0, result)
 
 
+def _reciprocal(total: Tensor) -> Tensor:
+    """One over a sum of no exponentials multiplies zeros."""
+    return torch.where(total == 0, 0.0, aten.reciprocal.default(total))
+
+
 # A query that may attend to nothing gives NaN in PyTorch's softmax and zeros in the operators, by their contract. So a
 # result is right, too, if it equals that of the same graph with softmaxes that give zeros there.
 BLIND_GIVES_ZEROS = {
     aten._softmax.default: lambda logits, dim, _: aten._safe_softmax.default(logits, dim),
     aten.sub.Tensor: _difference,
     aten.div.Tensor: _quotient,
+    aten.reciprocal.default: _reciprocal,
 }
 
 

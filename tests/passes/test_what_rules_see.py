@@ -28,7 +28,7 @@ FINDING |= {"_users", "logarithms", "merges", "feeds_alone", "results", "_writes
 # Anchors that this refuses come first, before there is a rewrite to repeat.
 FINDING |= {"check_read_alone"}
 # The same for the nearest readers, which `readers` finds.
-NEAREST = {"first_reader", "ends_of_sums", "logarithms", "weights"}
+NEAREST = {"first_reader", "ends_of_sums", "logarithms", "weights", "is_softmax", "division", "weighted_sum"}
 # Whether a rewrite pays depends on who else reads exponentials; whether it is right does not.
 NEAREST |= {"_alone"}
 # A plan's check looks at these, and a replay compares what it looked at.

@@ -1,5 +1,6 @@
 """Softmax attention in every spelling against an independent oracle."""
 
+import functools
 import math
 
 import pytest
@@ -12,8 +13,9 @@ from mla_fx.readings.attention import anchors, attention
 from mla_fx.readings.log_sum_exp import log_sum_exp
 
 
-def softmax_by_hand(scores, compared=slice(None), exp=torch.exp):
-    raised = exp(scores - scores[..., compared].amax(-1, keepdim=True))
+def softmax_by_hand(scores, compared=slice(None), exp=torch.exp, shift=0.0):
+    peak = scores[..., compared].amax(-1, keepdim=True)
+    raised = exp(scores - (peak + shift if shift else peak))
     return raised / raised.sum(-1, keepdim=True)
 
 
@@ -59,12 +61,51 @@ def divided_late(scores, values, guard=lambda total: total, exp=torch.exp):
     return (raised.to(values.dtype) @ values) / guard(raised.sum(-1, keepdim=True))
 
 
+def powers(scores, *others):
+    """Exponentials of scores and of other numbers of each row, after the largest was subtracted; and their sum."""
+    peak = functools.reduce(torch.maximum, others, scores.amax(-1, keepdim=True))
+    raised = (scores - peak).exp()
+    return raised, sum(((other - peak).exp() for other in others), raised.sum(-1, keepdim=True))
+
+
+def times_reciprocal(scores, values=None):
+    raised, total = powers(scores)
+    return raised * (1 / total) if values is None else (raised @ values) * total.reciprocal()
+
+
+def columns_first(raised, total, values):
+    return values.mT @ raised.mT / total.mT
+
+
+def with_sink(scores, sink, values=None):
+    """The exponential of the sink is added to the sum of the others."""
+    raised, total = powers(scores, sink.view(-1, 1, 1))
+    return raised / total if values is None else raised @ values / total
+
+
+def with_sink_above_the_largest(scores, sink):
+    peak = scores.amax(-1, keepdim=True)
+    raised = (scores - peak).exp()
+    return raised / (raised.sum(-1, keepdim=True) + (sink.view(-1, 1, 1) - peak).exp())
+
+
+def late_but_one(scores, values):
+    raised, total = powers(scores)
+    return raised[..., :-1] @ values / total
+
+
+def beside_others(scores, others):
+    """The sum has exponentials of other scores, too."""
+    raised, total = powers(scores)
+    return raised / (total + powers(others)[1])
+
+
 def one_for_zero(total):
     return torch.where(total == 0, 1.0, total)
 
 
 LOG2E = 1.4426950408889634
-OFFSETS = dense(S, T)
+OFFSETS, OFFSET = dense(S, T), dense(N)
 
 ATTENTIONS = {
     "softmax": lambda q, k, v: (q @ k.mT * 0.3).softmax(-1) @ v,
@@ -82,7 +123,10 @@ ATTENTIONS = {
     "divided late, biased": lambda q, k, v: divided_late(q @ k.mT + BIAS, v, lambda total: total.clamp(min=1e-20)),
     "divided late, one for zero": lambda q, k, v: divided_late(q @ k.mT, v, one_for_zero),
     "divided late, transposed": lambda q, k, v: divided_late(q @ k.mT, v).transpose(1, 2).flatten(2),
+    "divided late, columns first": lambda q, k, v: columns_first(*powers(q @ k.mT), v),
     "divided late, powers of two": lambda q, k, v: divided_late(q @ k.mT * (0.3 * LOG2E), v, exp=torch.exp2),
+    "times one by the sum": lambda q, k, v: times_reciprocal(q @ k.mT) @ v,
+    "times one by the sum, late": lambda q, k, v: times_reciprocal(q @ k.mT, v),
     "powers of two": lambda q, k, v: softmax_by_hand(q @ k.mT * (0.3 * LOG2E), exp=torch.exp2) @ v,
     "powers of two of products": lambda q, k, v: softmax_by_hand(q @ k.mT, exp=lambda x: torch.exp2(x * LOG2E)) @ v,
     "einsum": lambda q, k, v: torch.einsum("bnst,bntv->bnsv", torch.einsum("bnsd,bntd->bnst", q, k).softmax(-1), v),
@@ -110,6 +154,12 @@ SINKS = {
     "first": lambda q, k, v, sink: beside(q @ k.mT, sink, first=True).softmax(-1)[..., 1:] @ v,
     "minus the largest": lambda q, k, v, sink: minus_peak(beside(q @ k.mT, sink)).softmax(-1)[..., :-1] @ v,
     "by hand": lambda q, k, v, sink: softmax_by_hand(beside(q @ k.mT, sink))[..., :-1] @ v,
+    "beside the sum": lambda q, k, v, sink: with_sink(q @ k.mT, sink) @ v,
+    "beside the sum, biased": lambda q, k, v, sink: with_sink(q @ k.mT + BIAS, sink) @ v,
+    "beside the sum, late": lambda q, k, v, sink: with_sink(q @ k.mT, sink, v),
+    "beside the sum, above the largest": lambda q, k, v, sink: with_sink_above_the_largest(q @ k.mT, sink) @ v,
+    "divided late": lambda q, k, v, sink: late_but_one(beside(q @ k.mT, sink), v),
+    "less the logarithm": lambda q, k, v, sink: less_logarithm(beside(q @ k.mT, sink))[..., :-1] @ v,
     "masked before": lambda q, k, v, sink: beside(q @ k.mT + BIAS, sink).softmax(-1)[..., :-1] @ v,
     "mask with a column of zeros": lambda q, k, v, sink: (
         (beside(q @ k.mT, sink) + F.pad(BIAS, (0, 1))).softmax(-1)[..., :-1] @ v
@@ -172,8 +222,8 @@ def check_read(traced, has_sink=False):
 
 
 NO_ATTENTIONS = {
-    "probabilities masked after": (lambda q, k, v: ((q @ k.mT).softmax(-1) * MASK) @ v, "expected a softmax"),
-    "over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "not summed over the softmax axis"),
+    "probabilities masked after": (lambda q, k, v: ((q @ k.mT).softmax(-1) * MASK) @ v, "probabilities are multiplied"),
+    "over the queries": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "not the maximum of the scores"),
     "filled, then biased": (
         lambda q, k, v: ((q @ k.mT).masked_fill(~MASK, -3.0) + BIAS).softmax(-1) @ v,
         "filled with a number and also masked by addition",
@@ -181,6 +231,20 @@ NO_ATTENTIONS = {
     "filled with two numbers": (
         lambda q, k, v: (q @ k.mT).masked_fill(~MASK, -3.0).masked_fill(MASK.flip(-1), 2.0).softmax(-1) @ v,
         "filled with different numbers",
+    ),
+    "a sink beside the sum and one among the scores": (
+        lambda q, k, v: with_sink(beside(q @ k.mT, 1.0), OFFSET)[..., :-1] @ v,
+        "two attention sinks",
+    ),
+    "twice the sink beside the sum": (
+        lambda q, k, v: with_sink(q @ k.mT, 2 * OFFSET) @ v, "not divided by their sum",
+    ),
+    "other scores beside the sum": (lambda q, k, v: beside_others(q @ k.mT, q @ v.mT) @ v, "is of other scores"),
+    "far below the largest": (
+        lambda q, k, v: softmax_by_hand(q @ k.mT, shift=100.0) @ v, "not divided by their sum",
+    ),
+    "far above the largest": (
+        lambda q, k, v: softmax_by_hand(q @ k.mT, shift=-90.0) @ v, "not divided by their sum",
     ),
     "two sinks": (
         lambda q, k, v: beside(beside(q @ k.mT, 1.0), 2.0).softmax(-1)[..., :-2] @ v,
@@ -190,11 +254,11 @@ NO_ATTENTIONS = {
         lambda q, k, v: torch.cat((q @ k.mT, q @ k.mT), -1).softmax(-1)[..., 1 : T + 1] @ v,
         "only some of the softmax's probabilities",
     ),
-    "over all but the sink": (lambda q, k, v: over_others(beside(q @ k.mT, 1.0)) @ v, "by the sum of others"),
-    "over all but one": (lambda q, k, v: over_others(q @ k.mT, slice(None)) @ v, "by the sum of others"),
+    "over all but the sink": (lambda q, k, v: over_others(beside(q @ k.mT, 1.0)) @ v, "only some of the exponentials"),
+    "over all but one": (lambda q, k, v: over_others(q @ k.mT, slice(None)) @ v, "only some of the exponentials"),
     "minus the largest of others": (
         lambda q, k, v: softmax_by_hand(beside(q @ k.mT, 1.0), slice(-1))[..., :-1] @ v,
-        "not the maximum of the scores",
+        "not divided by their sum",
     ),
     "two factors, as a condition has it": (
         lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=0.5) @ v,
@@ -204,23 +268,23 @@ NO_ATTENTIONS = {
         lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=-0.3) @ v,
         "not the maximum of the scores",
     ),
-    "less a logarithm over queries": (lambda q, k, v: less_logarithm(q @ k.mT, -2) @ v, "not summed over the softmax"),
-    "less half the logarithm": (lambda q, k, v: less_logarithm(q @ k.mT, times=0.5) @ v, "multiplied by a number, 0.5"),
+    "less a logarithm over queries": (lambda q, k, v: less_logarithm(q @ k.mT, -2) @ v, "not the maximum"),
+    "less half the logarithm": (lambda q, k, v: less_logarithm(q @ k.mT, times=0.5) @ v, "not divided by their sum"),
     "less the logarithm of others": (
         lambda q, k, v: (q @ k.mT - (q @ k.mT * 0.5).logsumexp(-1, keepdim=True)).exp() @ v,
-        "not of the sum of their exponentials",
+        "of other scores",
     ),
     "less the logarithm of the unbiased": (
         lambda q, k, v: (q @ k.mT + BIAS - (q @ k.mT).logsumexp(-1, keepdim=True)).exp() @ v,
-        "not of the sum of their exponentials",
+        "of other scores",
     ),
     "twice less the logarithm": (
         lambda q, k, v: (2 * (q @ k.mT - (q @ k.mT).logsumexp(-1, keepdim=True))).exp() @ v,
-        "multiplied by a number",
+        "differences of scores are multiplied by 2",
     ),
     "a number more": (
         lambda q, k, v: (q @ k.mT + 1.0 - (q @ k.mT).logsumexp(-1, keepdim=True)).exp() @ v,
-        "not of the sum of their exponentials",
+        "of other scores",
     ),
     "a number added": (lambda q, k, v: (q @ k.mT + 2.0).softmax(-1) @ v, "a number is added to the attention scores"),
 }
@@ -234,7 +298,7 @@ KEPT_WHOLE = {
 NOT_WHOLE = {
     "half of it": (lambda scores: (scores.log_softmax(-1) * 0.5).exp(), "multiplied by a number, 0.5"),
     "base two of it": (lambda scores: scores.log_softmax(-1).exp2(), "multiplied by a number, 0.693147"),
-    "more than it": (lambda scores: (scores.log_softmax(-1) + 0.1).exp(), "expected the largest score and"),
+    "more than it": (lambda scores: (scores.log_softmax(-1) + 0.1).exp(), "exponentiated directly"),
     "over queries": (lambda scores: scores.log_softmax(-2).exp(), "not summed over the softmax axis alone"),
     "some of its columns": (
         lambda scores: torch.cat((scores, scores), -1).log_softmax(-1).exp()[..., :T],

@@ -121,6 +121,36 @@ class Sink(Layer):
         return self.sinks.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
 
 
+class TimesReciprocal(Layer):
+    """Exponentials are multiplied by one over their sum."""
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        scores = scores + mask
+        raised = (scores - scores.amax(-1, keepdim=True)).exp()
+        return raised * raised.sum(-1, keepdim=True).reciprocal()
+
+
+class SinkBesideSum(Sink):
+    """The exponential of the sink is added to the sum of the others."""
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        scores, sinks = scores + mask, self.sinks.view(-1, 1, 1)
+        largest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        raised = (scores - largest).exp()
+        return raised / (raised.sum(-1, keepdim=True) + (sinks - largest).exp())
+
+
+class SinkLate(Sink):
+    """The product with the values is divided by a sum that counts the sink, too."""
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Any) -> Tensor:
+        key, value = self.expanded(latent, k_rope)
+        scores = torch.cat((q_nope, q_rope), dim=-1) @ key.mT * 0.4 + mask
+        joined = torch.cat((scores, self.column(scores)), dim=-1)
+        raised = (joined - joined.amax(-1, keepdim=True)).exp()
+        return raised[..., :-1] @ value / raised.sum(-1, keepdim=True)
+
+
 class SinkFirst(Sink):
     """The largest score is subtracted once more."""
 
