@@ -88,12 +88,11 @@ def _evaluated(read: Rows, place: int, node: Node) -> tuple[float, bool]:
     leaves = *read.leaves, *read.free
     with unset_fake_temporarily():
         drawn = read.on_all_pieces(Points.drawn(0, 1, read.scales, (*read.free.values(),)), leaves)
-        found = read.value(place, drawn, leaves)
+        cases = drawn.and_where({"lse": -torch.inf}, {"lse": torch.inf}, {"lse": torch.nan})
+        found, blind, *unknown = read.value(place, cases, leaves).chunk(4)
         units = [unit for unit in set(LOGARITHMS.values()) if read.is_close(found * unit, drawn.lses[0], drawn)]
-        ends = (drawn.where([0], lse=end) for end in (-torch.inf, torch.inf, torch.nan))
-        unseen, *others = (read.value(place, end, leaves) for end in ends)
-        is_nan = bool(unseen.isnan().all())
-        if not units or not (is_nan or (unseen == -torch.inf).all()) or any(other.isfinite().any() for other in others):
+        is_nan = bool(blind.isnan().all())
+        if not units or not (is_nan or (blind == -torch.inf).all()) or any(value.isfinite().any() for value in unknown):
             raise NoMatch(NO_LOGARITHM, node)
     return units[0], is_nan
 

@@ -8,7 +8,7 @@ logarithm, where one key has all the weight, and log T below it, where T keys ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +46,11 @@ class Points:
         shares = (2 * uniform(len(most)) - 0.5).clamp(0, 1) ** 4
         free = shares * torch.tensor(most, dtype=torch.float64).unsqueeze(-1)
         return cls(torch.cat((outs, lses, free)), parts, logarithms)
+
+    def and_where(self, *others: Mapping[str, float]) -> Points:
+        """These points and, for each of the others, as many at which the first part has this attention or logarithm."""
+        found = [self, *(self.where([0], **other) for other in others)]
+        return replace(self, values=torch.cat([one.values for one in found], 1))
 
     @property
     def outs(self) -> Tensor:

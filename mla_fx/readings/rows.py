@@ -129,7 +129,7 @@ def difference(raised: Element, keys: Axis | None = None) -> tuple[Element, Ways
         ways = (operand(way, raised.index, raised.factor) for way in args_of(raised.origin)[1:3])
         one, other = (difference(way, keys) for way in ways)
         return None if one is None or other is None or one[0] != other[0] else (one[0], one[1] + other[1])
-    total = addends(raised)
+    total = addends(raised) if any(map(_is_reduced, operands_of(raised.origin))) else None
     if total is None or total.constant:
         return None
     of_row = [term for term in total.terms if _is_of_row(term, raised, keys)]
@@ -143,10 +143,12 @@ def difference(raised: Element, keys: Axis | None = None) -> tuple[Element, Ways
 
 
 def _is_of_row(term: Element, raised: Element, keys: Axis | None) -> bool:
-    """Whether a term is one number of a row, computed from a sum of exponentials or a maximum."""
-    if keys in term.axes or not term.axes < raised.axes or is_product(term.origin):
-        return False
-    found = computed_from(term.origin, is_product)
+    """Whether a term is one number of a row, computed from a sum of exponentials or a maximum of its scores."""
+    return keys not in term.axes and term.axes < raised.axes and _is_reduced(term.origin)
+
+
+def _is_reduced(value: Node) -> bool:
+    found = () if is_product(value) else computed_from(value, is_product)
     return any(node.target is aten.logsumexp.default or largest_of(node) or is_total(node) for node in found)
 
 

@@ -82,13 +82,12 @@ def _evaluated(element: Element, read: Rows) -> Softmax:
     with unset_fake_temporarily():
         drawn = Points.drawn(1, 1 + len(sinks), read.scales, (*read.free.values(),))
         drawn = read.on_all_pieces(drawn, leaves)
-        if not read.is_close(read.value(place, drawn, leaves), drawn.shared(drawn.outs), drawn):
+        cases = drawn.and_where({"out": torch.nan}, {"out": torch.inf}, {"out": 0.0, "lse": -torch.inf})
+        found, *unknown, blind = read.value(place, cases, leaves).chunk(4)
+        if not read.is_close(found, drawn.shared(drawn.outs), drawn):
             raise NoMatch(NO_SOFTMAX, node)
-        for number in (torch.nan, torch.inf):
-            value = read.value(place, drawn.where([0], out=number), leaves)
-            if value[drawn.shares[0] > 0].isfinite().any():
-                raise NoMatch(NAN_REPLACED, node)
-        blind = read.value(place, drawn.where([0], out=0.0, lse=-torch.inf), leaves)
+        if any(value[drawn.shares[0] > 0].isfinite().any() for value in unknown):
+            raise NoMatch(NAN_REPLACED, node)
         if not blind.isnan().all() and (blind != 0).any():
             raise NoMatch("rows that see no key are neither zero nor NaN", node)
         is_nan = bool(blind.isnan().all())
