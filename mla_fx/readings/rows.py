@@ -125,10 +125,14 @@ def apart(raised: Element, keys: Axis) -> tuple[Element, Ways]:
 def difference(raised: Element, keys: Axis | None = None) -> tuple[Element, Ways] | None:
     """What remains of a power without numbers of its row. Inductor subtracts the largest before or after a factor,
     depending on a condition: the rest is the same."""
-    if raised.origin.target is aten.where.self:
-        ways = (operand(way, raised.index, raised.factor) for way in args_of(raised.origin)[1:3])
-        one, other = (difference(way, keys) for way in ways)
-        return None if one is None or other is None or one[0] != other[0] else (one[0], one[1] + other[1])
+    if raised.origin.target is not aten.where.self:
+        return _without_numbers(raised, keys)
+    ways = (operand(way, raised.index, raised.factor) for way in args_of(raised.origin)[1:3])
+    one, other = (_without_numbers(way, keys) for way in ways)
+    return None if one is None or other is None or one[0] != other[0] else (one[0], one[1] + other[1])
+
+
+def _without_numbers(raised: Element, keys: Axis | None) -> tuple[Element, Ways] | None:
     total = addends(raised) if any(map(_is_reduced, operands_of(raised.origin))) else None
     if total is None or total.constant:
         return None

@@ -301,6 +301,7 @@ class NegativeLogarithm(Attention):
         return (largest + -(masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
 
 
+NO_LOGARITHM = "expected the logarithm of the sum of exponentials that a softmax divides by"
 TWINS = {
     Unscaled: "the logarithm is of the sum for",
     Unmasked: "the logarithm is not of the sum that the softmax divides by: it is of add, expected masked_fill",
@@ -309,12 +310,12 @@ TWINS = {
     OfSomeKeys: "the logarithms are of scores in another shape than those of the softmax",
     OfOneKey: "the logarithms are of scores in another shape than those of the softmax",
     OfHeadsInAnotherOrder: "the logarithm is not of the sum that the softmax divides by: it is of add",
-    OfTheLargest: "expected the logarithm of a sum, found one of amax",
-    OfTheMean: "expected the logarithm of a sum, found one of mean",
-    MoreThanOnce: "the value beside the logarithm is not the maximum of the scores",
-    OtherMaximum: "the value beside the logarithm is not the maximum of the scores",
-    LogarithmOfOtherBase: "the value beside the logarithm is not the maximum of the scores",
-    TwiceTheLogarithm: "the logarithm of the sum is multiplied by a number, 2",
+    OfTheLargest: NO_LOGARITHM,
+    OfTheMean: NO_LOGARITHM,
+    MoreThanOnce: NO_LOGARITHM,
+    OtherMaximum: NO_LOGARITHM,
+    LogarithmOfOtherBase: NO_LOGARITHM,
+    TwiceTheLogarithm: NO_LOGARITHM,
 }
 
 
