@@ -107,7 +107,7 @@ class Rows(Arithmetic):
         if node.target in ANY:
             return self._sees(plain)
         call = largest_of(node)
-        return None if call is None else self._largest(call, plain.index)
+        return None if call is None else self._largest(call, plain)
 
     def _leaf(self, plain: Element) -> int:
         if self.keys is not None and plain.dtype is torch.bool:
@@ -122,8 +122,13 @@ class Rows(Arithmetic):
         self.outs.append(super()._leaf(plain))
         return self._add(torch.mul, [self._exponential(row), self.outs[-1]])
 
-    def _multiplied(self, plain: Element) -> int:
-        product, row = weighted_row(plain)
+    def _multiplied(self, plain: Element) -> int | None:
+        """A product with exponentials of scores, and not of few numbers that are stacked."""
+        is_written_out = plain.origin.target is aten.sum.dim_IntList
+        found = attempt(weighted_row, plain) if is_written_out else weighted_row(plain)
+        if found is None or are_few(found[1].logits, (of_axis(found[1].columns.whole),)):
+            return None
+        product, row = found
         self.products.append(product)
         return self._weighted(row, plain)
 
@@ -171,17 +176,17 @@ class Rows(Arithmetic):
         logits, less = apart(resolve(source, index), keys)
         return self._add(torch.sub, [self._lse(logits, keys), self._less(less)])
 
-    def _largest(self, call: Node, index: tuple[Index, ...]) -> int | None:
-        source, index, over = reduced(call, index)
+    def _largest(self, call: Node, plain: Element) -> int | None:
+        source, index, over = reduced(call, plain.index)
         keys = over[0].axis if len(over) == 1 else None
-        if keys is None:
+        if keys is None or are_few(resolve(source, index), over):
             return None
         logits, less = apart(resolve(source, index), keys)
-        factor, plain = logits.apart()
-        own = self._factor_of(plain.node)
+        factor, scores = logits.apart()
+        own = self._factor_of(scores.node)
         if own * factor <= 0:
-            return None
-        lse, unit = self._lse(plain.times(own), keys), own / factor
+            return self._leaf(plain)
+        lse, unit = self._lse(scores.times(own), keys), own / factor
         if lse not in self.distances:
             self.distances[lse] = self._add(None, [])
             self.free[self.distances[lse]] = math.log(keys.size if isinstance(keys.size, int) else MANY)
@@ -228,6 +233,8 @@ class Rows(Arithmetic):
 
 def _logits_in(node: Node) -> Iterator[Element]:
     """What may be the logits in the power of a call: all of it, and what remains without numbers of a row."""
+    if node.target in SUMS:
+        yield from itertools.chain.from_iterable(map(_logits_in, exponentials(node)))
     if node.target not in EXPONENTIALS and node.target not in EXPONENTIATE:
         return
     raised = element_of(args_of(node)[0]).times(EXPONENTIALS.get(node.target, 1.0))

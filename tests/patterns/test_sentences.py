@@ -68,7 +68,7 @@ LAYERS = {
     "LoRA on keys": (lambda: Lora(on_values=False), SECOND_PRODUCT),
     "LoRA on values": (lambda: Lora(on_keys=False), SECOND_PRODUCT),
     "a later step of a draft": (Draft, NO_SINK),
-    "exponentials divided by a number": (DividedByNumber, "expected a softmax, found mm"),
+    "exponentials divided by a number": (DividedByNumber, "the exponentials of scores are not divided by their sum"),
     "one key": (lambda: Layer(ONE_KEY), "attention over a single key"),
 }
 

@@ -116,7 +116,7 @@ OTHERS = {
     "in the place of a key": (lambda m, s, v: m.beside(s).softmax(-1)[..., 1:] @ v, "go through cat before"),
     "sum of others": (
         lambda m, s, v: (lambda e: e[..., :-1] / e[..., :-1].sum(-1, True))((m.beside(s) - s.amax(-1, True)).exp()) @ v,
-        "not the largest|the sum of others",
+        "only some of the exponentials of a row are summed",
     ),
 }
 
