@@ -22,7 +22,7 @@ from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 from mla_fx.ops.emitted.attention.tiles import LOWEST
 
-from .axes import Axis, Index
+from .axes import Axis, Index, one_axis
 from .calls import CASTS, args_of, operands_of, options_of
 from .conditions import MASKED_FILL
 from .constant import constant
@@ -307,7 +307,7 @@ def _is_stacked(element: Element, axis: Axis) -> bool:
 
 
 def _few(over: tuple[Index, ...]) -> Axis | None:
-    axis = over[0].axis if len(over) == 1 else None
+    axis = one_axis(over)
     return axis if axis is not None and isinstance(axis.size, int) and axis.size <= MOST_TERMS else None
 
 

@@ -92,6 +92,11 @@ class Index(NamedTuple):
 ZERO = Index()
 
 
+def one_axis(over: Sequence[Index]) -> Axis | None:
+    """The axis of a reduction over one dimension; None of others."""
+    return over[0].axis if len(over) == 1 else None
+
+
 def whole(axis: Axis) -> Digit:
     return Digit(axis, 1, axis.size)
 

@@ -27,8 +27,8 @@ from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 
 from .arithmetic import CLAMPS, EXPONENTIALS, LOG_SOFTMAX, SOFTMAX, Arithmetic, are_few
-from .axes import Axis, Index, fresh, of_axis
-from .calls import args_of
+from .axes import Axis, Index, fresh, of_axis, one_axis
+from .calls import args_of, argument
 from .conditions import NOT
 from .contraction import SUMS, Contraction, reduced
 from .element import Element, element_of, operand, resolve
@@ -37,6 +37,7 @@ from .reading import renamed
 from .rows import (
     OVER_OTHERS,
     Row,
+    Ways,
     apart,
     difference,
     exponentials,
@@ -142,10 +143,12 @@ class Rows(Arithmetic):
         return place
 
     def _switch(self, node: Node, given: Sequence[int]) -> None:
-        least, *most = args_of(node)[1:] if node.target in CLAMPS else (None,)
-        is_reached = given[0] not in self.ones or not isinstance(least, (int, float)) or least > 1
-        if is_reached or most not in ([], [None]):
-            super()._switch(node, given)
+        """A sum that is 1 or more is never below a number up to 1."""
+        if node.target in CLAMPS and given[0] in self.ones:
+            least, most = argument(node, 1, "min"), argument(node, 2, "max")
+            if most is None and isinstance(least, (int, float)) and least <= 1:
+                return
+        super()._switch(node, given)
 
     def _exponential(self, row: Row) -> int:
         lse = self._lse(row.logits, row.columns.whole)
@@ -156,32 +159,37 @@ class Rows(Arithmetic):
         is_safe = row.node.target is aten._safe_softmax.default
         return self._add(torch.nan_to_num, [exp]) if is_safe else exp
 
-    def _less(self, less: tuple[tuple[Element, ...], ...]) -> int:
-        if len(less) == 1 and len(less[0]) == 1:
-            return self.read(less[0][0])
-        ways = [self._add(_total, [self.read(term) for term in way]) for way in less]
-        if len(ways) == 1:
-            return ways[0]
-        flag = self._add(None, [])
-        self.free[flag] = 1.0
-        return self._add(lambda flag, one, other: torch.where(flag > 0.5, one, other), [flag, *ways])
+    def _less(self, less: tuple[Ways, ...]) -> int:
+        return self._total([self._either(ways) for ways in less])
+
+    def _either(self, ways: Ways) -> int:
+        """One of these sums, whatever the condition between them is."""
+        one, *others = (self._total(list(map(self.read, way))) for way in ways)
+        for other in others:
+            flag = self._add(None, [])
+            self.free[flag] = 1.0
+            one = self._add(lambda flag, one, other: torch.where(flag > 0.5, one, other), [flag, one, other])
+        return one
+
+    def _total(self, places: Sequence[int]) -> int:
+        return places[0] if len(places) == 1 else self._add(_total, places)
 
     def _logarithm(self, plain: Element) -> int | None:
         source, index, over = reduced(plain.origin, plain.index)
-        if are_few(resolve(source, index), over):
+        raised, keys = resolve(source, index), one_axis(over)
+        if are_few(raised, over):
             return None
-        keys = over[0].axis if len(over) == 1 else None
         if keys is None:
             raise NoMatch(OVER_OTHERS, plain.origin)
-        logits, less = apart(resolve(source, index), keys)
+        logits, less = apart(raised, keys)
         return self._add(torch.sub, [self._lse(logits, keys), self._less(less)])
 
     def _largest(self, call: Node, plain: Element) -> int | None:
         source, index, over = reduced(call, plain.index)
-        keys = over[0].axis if len(over) == 1 else None
-        if keys is None or are_few(resolve(source, index), over):
+        raised, keys = resolve(source, index), one_axis(over)
+        if keys is None or are_few(raised, over):
             return None
-        logits, less = apart(resolve(source, index), keys)
+        logits, less = apart(raised, keys)
         factor, scores = logits.apart()
         own = self._factor_of(scores.node)
         if own * factor <= 0:
@@ -192,7 +200,7 @@ class Rows(Arithmetic):
             self.free[self.distances[lse]] = math.log(keys.size if isinstance(keys.size, int) else MANY)
         given = lse, self.distances[lse], self._less(less)
         place = self._add(lambda lse, distance, less: (lse - distance) / unit - less, given)
-        if unit == 1.0 and less == ((),):
+        if unit == 1.0 and not less:
             self.peaks[place] = lse
         return place
 

@@ -13,7 +13,7 @@ from mla_fx.graph.provenance import name_of
 
 from .algebra import SUBTRACTS, addends
 from .arithmetic import EXPONENTIALS, LOG_SOFTMAX, SOFTMAX
-from .axes import Axis, Index, of_axis, shifted
+from .axes import Axis, Index, of_axis, one_axis, shifted
 from .calls import CASTS, args_of, operands_of
 from .contraction import SUMS, Contraction, contraction, summed
 from .element import Element, computed_from, operand
@@ -63,23 +63,24 @@ class Columns:
 
 
 Ways = tuple[tuple[Element, ...], ...]
+"""Numbers that are added up; a condition chooses between two such sums."""
 
 
 @dataclass(frozen=True)
 class Row:
     """`exp(logits - less)` at some columns of a row or, if these are shares, a softmax of `logits - less`. `less` are
-    numbers of the row that are added up; a condition chooses between several such sums."""
+    the numbers of the row that were subtracted, one after the other."""
 
     node: Node
     columns: Columns
     logits: Element
-    less: Ways
+    less: tuple[Ways, ...]
     are_shares: bool
 
     @classmethod
     def of(cls, weights: Element, over: tuple[Index, ...]) -> Row:
         """Raises NoMatch if these are no exponentials along the keys, which are summed over."""
-        node, keys = weights.origin, over[0].axis if len(over) == 1 else None
+        node, keys = weights.origin, one_axis(over)
         dims = [dim for dim, part in enumerate(weights.index) if keys in part.axes]
         if keys is None or len(dims) != 1:
             raise NoMatch(OVER_OTHERS, node)
@@ -87,7 +88,7 @@ class Row:
         index = (*weights.index[: dims[0]], of_axis(columns.whole), *weights.index[dims[0] + 1 :])
         raised, are_shares = _raised(node, index, columns.whole)
         logits, less = apart(raised, columns.whole)
-        if not are_shares and less == ((),):
+        if not are_shares and not less:
             raise NoMatch(NOT_LARGEST if raised.origin.target in DIFFERENCES else DIRECT, node)
         return cls(node, columns, logits, less, are_shares)
 
@@ -113,13 +114,13 @@ def _normalised(node: Node, index: tuple[Index, ...], whole: Axis) -> Element:
     return operand(value, index)
 
 
-def apart(raised: Element, keys: Axis) -> tuple[Element, Ways]:
+def apart(raised: Element, keys: Axis) -> tuple[Element, tuple[Ways, ...]]:
     """Logits along the keys, and the numbers of their row that are subtracted."""
-    less: Ways = ((),)
+    less: list[Ways] = []
     while (found := difference(raised, keys)) is not None:
         raised, ways = found
-        less = tuple((*terms, *others) for terms in less for others in ways)
-    return raised, less
+        less.append(ways)
+    return raised, tuple(less)
 
 
 def difference(raised: Element, keys: Axis | None = None) -> tuple[Element, Ways] | None:

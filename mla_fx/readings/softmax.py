@@ -12,7 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.graph.torch_private import unset_fake_temporarily
 
 from .arithmetic import LOG_SOFTMAX, LOGARITHMS, SOFTMAX, is_step
-from .axes import Axis, Index
+from .axes import Axis, Index, one_axis
 from .calls import args_of
 from .contraction import PRODUCTS, Contraction
 from .element import Element, computed_from, element_of, readers, resolve
@@ -54,9 +54,9 @@ def softmax(element: Element, over: tuple[Index, ...]) -> Softmax:
     node = element.node
     if node.target in SOFTMAX:
         row = Row.of(element, over)
-        if row.less == ((),):
+        if not row.less:
             return Softmax.of(row, None, zeroes=node.target is aten._safe_softmax.default)
-    keys = over[0].axis if len(over) == 1 else None
+    keys = one_axis(over)
     if keys is None:
         raise NoMatch("the values are not summed over the softmax axis alone", node)
     return _evaluated(element, Rows(end=node, keys=keys))

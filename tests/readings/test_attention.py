@@ -28,6 +28,15 @@ def softmax_of_inductor(x, scale, other=None):
     return raised / raised.sum(-1, keepdim=True)
 
 
+def less_the_largest_twice(scores):
+    """Two conditions, one after the other, whose ways are alike."""
+    for _ in range(2):
+        larger, largest = scores > 0, scores.amax(-1, keepdim=True)
+        scores = torch.where(larger, scores - largest, scores - scores.max(-1, keepdim=True).values)
+    raised = scores.exp()
+    return raised / raised.sum(-1, keepdim=True)
+
+
 def over_others(scores, read=slice(-1)):
     """The last column is left out of the sum."""
     raised = torch.exp(scores - scores.amax(-1, keepdim=True))
@@ -115,6 +124,7 @@ ATTENTIONS = {
     "by hand, guarded": lambda q, k, v: guarded_by_hand(q @ k.mT + BIAS) @ v,
     "as Inductor writes it": lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3) @ v,
     "as Inductor writes it, of a negative factor": lambda q, k, v: softmax_of_inductor(q @ k.mT, -0.3) @ v,
+    "two conditions": lambda q, k, v: less_the_largest_twice(q @ k.mT) @ v,
     "less the logarithm of the sum": lambda q, k, v: less_logarithm(q @ k.mT * 0.3) @ v,
     "less it, biased": lambda q, k, v: less_logarithm(q @ k.mT + BIAS) @ v,
     "less it, filled": lambda q, k, v: less_logarithm((q @ k.mT).masked_fill(~MASK, -torch.inf)) @ v,
