@@ -1,8 +1,10 @@
 """Setup of every test: one thread, nothing compiled before, its own caches; slower tiers on request."""
 
+import collections
 import gc
 import os
 import tempfile
+import zlib
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
@@ -20,6 +22,7 @@ from mla_fx.comparing import plans, region
 from mla_fx.passes import prove
 
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
+MANY = 12  # slow cases of one test, of which CI runs a third
 ABOUT_GRAPHS = ("patterns", "readings", "soundness")  # folders of tests
 IS_STARTED_BY_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 
@@ -27,7 +30,8 @@ IS_STARTED_BY_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 def pytest_addoption(parser):
     for tier, what in TIERS.items():
         parser.addoption(f"--{tier}", action="store_true", help=f"run tests marked {tier}, too: each {what}")
-    parser.addoption("--sweep", type=int, default=6, help="how many models test_sweep.py draws")
+    parser.addoption("--every", action="store_true", help=f"run every slow case, also of tests with more than {MANY}")
+    parser.addoption("--sweep", type=int, default=4, help="how many models test_sweep.py draws")
     parser.addoption("--real-sizes", type=int, default=4, help="how many layers test_real_sizes.py draws")
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="fuzz with N mutants, not one of each layer")
     parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the seed from which mutants are drawn")
@@ -42,8 +46,20 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     left_out = [tier for tier in TIERS if not config.getoption(tier)]
     dropped = {item for item in items if any(item.get_closest_marker(tier) for tier in left_out)}
+    if not config.getoption("--every"):
+        dropped |= two_thirds_of_many(item for item in items if item not in dropped)
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
+
+
+def two_thirds_of_many(items):
+    """The slow cases that do not run of each test with many. Their names decide, so the same run every time."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("every"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    large = [case for each in cases.values() if len(each) > MANY for case in each]
+    return {case for case in large if zlib.crc32(case.nodeid.encode()) % 3}
 
 
 def pytest_collection_finish():

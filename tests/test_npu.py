@@ -40,6 +40,7 @@ def tier(file):
     return pytest.mark.campaign if file in LONG else pytest.mark.slow
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("file", [pytest.param(file, marks=tier(file)) for file in FILES])
 def test_in_a_process_with_torch_npu(forks, file, request, tmp_path):
     more = ["--campaign"] if request.config.getoption("--campaign") else []

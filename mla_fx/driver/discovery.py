@@ -21,6 +21,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from mla_fx.errors import OptionError
+from mla_fx.graph.default_device import on_processor
 from mla_fx.rule import Rule
 from mla_fx.target import Target
 
@@ -134,7 +135,8 @@ def _found(packages: Sequence[str], base: type) -> Found:
     faults = []
     for name, place, load in (file for package in packages for file in _files(package)):
         try:
-            made = [kind() for kind in own_classes(load(), base)]
+            with on_processor():
+                made = [kind() for kind in own_classes(load(), base)]
             taken = sorted({value.name for value in made} & values.keys())
             if taken:
                 raise NameError(f"another rule is called {taken[0]!r}; names must be unique")

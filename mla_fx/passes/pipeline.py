@@ -14,6 +14,7 @@ from torch.fx import Graph
 from mla_fx.debug.memory import MemoryUse, bytes_of_caches, peak_of_temporaries
 from mla_fx.debug.report import PassRecord, Report
 from mla_fx.errors import NoMatch
+from mla_fx.graph.default_device import on_processor
 from mla_fx.graph.provenance import RULE, count_fused, fused_name, module_of
 from mla_fx.graph.torch_private import OpOverload, detect_fake_mode, python_dispatcher
 from mla_fx.ops.common.collector import collector_paused
@@ -150,7 +151,7 @@ PIPELINE = (
 def run_pipeline(run: Run, passes: tuple[Pass, ...] = PIPELINE) -> None:
     """Run the passes on a graph, until one of them marks the run as done."""
     run.on_stage("captured", run.graph)
-    with run.until_done, collector_paused(), python_dispatcher():
+    with run.until_done, collector_paused(), python_dispatcher(), on_processor():
         for step in passes:
             if not run.is_done:
                 _run_pass(run, step)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
 import torch
@@ -132,19 +133,18 @@ def test_tlparse_shows_our_artefacts(tmp_path):
 # --- TORCH_LOGS ------------------------------------------------------------------------------------------------------
 
 
-def logged(caplog, level, decode):
-    caplog.clear()
-    with caplog.at_level(level, "mla_fx"):
+def logged(level, decode):
+    with TestCase().assertLogs("mla_fx", level) as logs:
         run(*decode, target="reference", disable="mla_prolog")
-    return [record.getMessage() for record in caplog.records if record.name == "mla_fx"]
+    return [record.getMessage() for record in logs.records]
 
 
 @pytest.mark.slow
-def test_the_log_has_a_line_for_each_graph_and_the_passes_for_those_who_debug(decode, caplog):
-    (line,) = logged(caplog, logging.INFO, decode)
+def test_the_log_has_a_line_for_each_graph_and_the_passes_for_those_who_debug(decode):
+    (line,) = logged(logging.INFO, decode)
     first, *rest = str(mla_fx.last_report()).splitlines()
     assert line == first
-    first, *passes, last = logged(caplog, logging.DEBUG, decode)
+    first, *passes, last = logged(logging.DEBUG, decode)
     assert first.startswith("mla_fx on reference: fused kv_rmsnorm_rope_cache x1, latent_attention x1 in ")
     names = [record.name for record in mla_fx.last_report().passes]
     assert [line.strip().partition(":")[0] for line in passes] == names

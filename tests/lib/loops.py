@@ -6,14 +6,13 @@ from .zoo import parts, servers
 
 
 class Loop(parts.Shards):
-    """Three parts of a context of 16 keys. The loop gets scores [B,N,S,T] and values [B,1,T,R] of each. Sharp scores
-    leave one key all the weight; scores near zero leave all keys the same."""
+    """Three parts of a context of 16 keys. The loop gets scores [B,N,S,T] and values [B,1,T,R] of each."""
 
     cuts = (slice(0, 6), slice(6, 12), slice(12, 16))
 
-    def __init__(self, loop, cuts=cuts, sharpness=1.0):
+    def __init__(self, loop, cuts=cuts):
         super().__init__()
-        self.loop, self.cuts, self.sharpness = loop, cuts, sharpness
+        self.loop, self.cuts = loop, cuts
 
     def forward(self, x, positions, caches):
         q_nope, q_pe, *rows = self.rows(x, positions)
@@ -25,7 +24,7 @@ class Loop(parts.Shards):
             latent, k_pe = (cache[:, cut] for cache in caches)
             scores = torch.einsum("bsnc,btc->bnst", query, latent) + torch.einsum("bsnr,btr->bnst", q_pe, k_pe)
             hidden = torch.arange(caches[0].shape[1])[cut] > positions.unsqueeze(-1)
-            chunks.append((scores * (self.scale * self.sharpness), hidden.unsqueeze(1), latent.unsqueeze(1)))
+            chunks.append((scores * self.scale, hidden.unsqueeze(1), latent.unsqueeze(1)))
         weight = self.kv_b.unflatten(0, (q_nope.shape[2], -1))[:, self.sizes.nope :]
         return self.project(torch.einsum("bnsc,nvc->bsnv", self.loop(chunks), weight))
 

@@ -58,8 +58,9 @@ def check(model, target="inductor", **options):
 
 
 @pytest.mark.parametrize("target", ["inductor", "reference"])
-@pytest.mark.parametrize("layer", [Reordered, Slices])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "layer"), [("beams", Reordered), ("beams", Slices), ("roll", Reordered), ("scaled", Slices)]
+)
 def test_caches_are_reordered_after_their_update(order, layer, target):
     report = check(layer(ORDERS[order]), target)
     assert any(NOTE in note for note in report.notes) == (target == "inductor"), str(report)

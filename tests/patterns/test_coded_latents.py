@@ -197,7 +197,7 @@ EACH = [*itertools.product(FUSED, CODES), (FlashMla, torch.float8_e4m3fn)]
 QUICK = [(kind, torch.int8) for kind in FUSED]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EACH if case not in QUICK]
 IN_TURNS = [*zip(FUSED, itertools.cycle(CODES), strict=False), EACH[-1]]  # each layer once, and each kind of codes
-BY_A_COMPILER = Coded, Pages, FlashMla, Absorbed
+BY_A_COMPILER = Pages, FlashMla  # the others with --campaign
 COMPILED = [
     pytest.param(
         *case,

@@ -47,7 +47,7 @@ SPELLINGS = {
     parts.Shards: ([servers.drafts(*sizes[:2]) for sizes in UNLIKE], MERGED),
     servers.OneSequence: ([servers.one_sequence(tokens) for tokens in (5, 7)], BUT_QUERY),
 }
-QUICK = (servers.TokensOfPositions, servers.OneSequence, parts.ChunkedPrompt, parts.SharedPrefix)
+QUICK = (servers.TokensOfPositions, servers.OneSequence, parts.SharedPrefix)
 KINDS = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.campaign]) for kind in SPELLINGS]
 
 

@@ -109,7 +109,7 @@ def each_once(*axes):
         yield pytest.param(*case, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "kind", "dynamic"), list(each_once([*CONFIGS], ["static", "dynamic"], [False, True])))
+@pytest.mark.parametrize(("name", "kind", "dynamic"), list(each_once([*CONFIGS], ["dynamic", "static"], [True, False])))
 def test_few_tokens(name, kind, dynamic):
     model = quantised(name)
     report = report_of_step(model, prefilled(model, kind), count=3, dynamic=dynamic, **options_of(name))

@@ -1,6 +1,7 @@
 """Whatever is less than whole has its sentence: the query and the rows of each fused attention are computed by a fused
 operator, or the report says why not. tests/whole/test_zoo.py asks that of its layers."""
 
+import itertools
 import re
 
 import pytest
@@ -53,13 +54,15 @@ def of_family(family, step):
         return check_told(model, (tokens(2, count),), kwargs, dynamic=dynamic, backend=Recorder())
 
 
-def each_family():
-    return [pytest.param(family, marks=() if family in QUICK else pytest.mark.campaign) for family in FAMILIES]
+def each_step():
+    """Of each family; the dynamic drafts of the quick ones are those of `test_drafts_of_dynamic_size`."""
+    for family, step in itertools.product(FAMILIES, STEPS):
+        is_quick = family in QUICK and step != "drafts, dynamic"
+        yield pytest.param(family, step, marks=() if is_quick else pytest.mark.campaign)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize(("family", "step"), list(each_step()))
 def test_families(family, step):
     report, _ = of_family(family, step)
     assert report.fused, str(report)
