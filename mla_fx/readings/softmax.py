@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.provenance import name_of
 from mla_fx.graph.torch_private import unset_fake_temporarily
 
 from .arithmetic import LOG_SOFTMAX, LOGARITHMS, SOFTMAX, is_step
@@ -18,7 +20,7 @@ from .contraction import PRODUCTS, Contraction
 from .element import Element, computed_from, element_of, readers, resolve
 from .points import Points
 from .row_arithmetic import Rows
-from .rows import MOVES, NO_SOFTMAX, Row, difference, is_product, source
+from .rows import MOVES, NO_SOFTMAX, NOT_LARGEST, Row, difference, is_product, source
 from .views import fresh_index
 
 aten = torch.ops.aten
@@ -85,13 +87,24 @@ def _evaluated(element: Element, read: Rows) -> Softmax:
         cases = drawn.and_where({"out": torch.nan}, {"out": torch.inf}, {"out": 0.0, "lse": -torch.inf})
         found, *unknown, blind = read.value(place, cases, leaves).chunk(4)
         if not read.is_close(found, drawn.shared(drawn.outs), drawn):
-            raise NoMatch(NO_SOFTMAX, node)
+            raise NoMatch(_why_not(read, found, drawn), node)
         if any(value[drawn.shares[0] > 0].isfinite().any() for value in unknown):
             raise NoMatch(NAN_REPLACED, node)
         if not blind.isnan().all() and (blind != 0).any():
             raise NoMatch("rows that see no key are neither zero nor NaN", node)
         is_nan = bool(blind.isnan().all())
     return Softmax.of(read.rows[0], read.leaves[sinks[0]] if sinks else None, zeroes=not is_nan)
+
+
+def _why_not(read: Rows, found: Tensor, drawn: Points) -> str:
+    """Exponentials are out of range where something other than the largest score is subtracted; the rest may agree."""
+    if read.rows[0].are_shares:
+        return f"expected a softmax, found {name_of(read.end)}"
+    for points in (drawn, drawn.where(range(1, drawn.logarithms), lse=-torch.inf)):
+        expected = points.shared(points.outs)
+        if read.is_close(torch.where(found.isfinite(), found, expected), expected, points):
+            return NOT_LARGEST
+    return NO_SOFTMAX
 
 
 def is_softmax(exp: Node) -> bool:

@@ -251,10 +251,10 @@ NO_ATTENTIONS = {
     ),
     "other scores beside the sum": (lambda q, k, v: beside_others(q @ k.mT, q @ v.mT) @ v, "is of other scores"),
     "far below the largest": (
-        lambda q, k, v: softmax_by_hand(q @ k.mT, shift=100.0) @ v, "not divided by their sum",
+        lambda q, k, v: softmax_by_hand(q @ k.mT, shift=100.0) @ v, "not the maximum of the scores",
     ),
     "far above the largest": (
-        lambda q, k, v: softmax_by_hand(q @ k.mT, shift=-90.0) @ v, "not divided by their sum",
+        lambda q, k, v: softmax_by_hand(q @ k.mT, shift=-90.0) @ v, "not the maximum of the scores",
     ),
     "two sinks": (
         lambda q, k, v: beside(beside(q @ k.mT, 1.0), 2.0).softmax(-1)[..., :-2] @ v,
@@ -268,7 +268,7 @@ NO_ATTENTIONS = {
     "over all but one": (lambda q, k, v: over_others(q @ k.mT, slice(None)) @ v, "only some of the exponentials"),
     "minus the largest of others": (
         lambda q, k, v: softmax_by_hand(beside(q @ k.mT, 1.0), slice(-1))[..., :-1] @ v,
-        "not divided by their sum",
+        "not the maximum of the scores",
     ),
     "two factors, as a condition has it": (
         lambda q, k, v: softmax_of_inductor(q @ k.mT, 0.3, other=0.5) @ v,
