@@ -109,8 +109,9 @@ class Arithmetic:
         """The values at a place, for points in float64 whose rows are the values of some leaves."""
         return self._values([place], points, leaves)[0]
 
-    def on_all_pieces(self, drawn: Points, leaves: Sequence[int]) -> Points:
-        """Add points on both sides of each switch. Raises NoMatch if one has a side that no point reaches."""
+    def points(self, parts: int, logarithms: int, leaves: Sequence[int]) -> Points:
+        """Points on both sides of each switch. Raises NoMatch if one has a side that no point reaches."""
+        drawn = Points.drawn(parts, logarithms, self.scales, (*self.free.values(),))
         if not self.switches:
             return drawn
 

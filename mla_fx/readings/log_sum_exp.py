@@ -17,7 +17,6 @@ from .arithmetic import LOGARITHMS
 from .attention import Attention
 from .axes import Axis, Index, extent, shifted
 from .element import Element, computed_from, computed_with, readers, resolve
-from .points import Points
 from .reading import Reading, renamed
 from .row_arithmetic import Rows
 from .rows import MOVES, is_product
@@ -87,7 +86,7 @@ def _evaluated(read: Rows, place: int, node: Node) -> tuple[float, bool]:
     """The unit of a logarithm, and whether rows of minus infinity give NaN. Raises NoMatch if it is another value."""
     leaves = *read.leaves, *read.free
     with unset_fake_temporarily():
-        drawn = read.on_all_pieces(Points.drawn(0, 1, read.scales, (*read.free.values(),)), leaves)
+        drawn = read.points(0, 1, leaves)
         cases = drawn.and_where({"lse": -torch.inf}, {"lse": torch.inf}, {"lse": torch.nan})
         found, blind, *unknown = read.value(place, cases, leaves).chunk(4)
         units = [unit for unit in set(LOGARITHMS.values()) if read.is_close(found * unit, drawn.lses[0], drawn)]

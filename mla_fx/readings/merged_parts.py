@@ -111,8 +111,7 @@ def merge(node: Node, read: Arithmetic | None = None) -> Merge:
     if len(outs) != len(lses) or not 2 <= len(outs) <= MOST_PARTS:
         raise NoMatch(NO_PARTS, node)
     with unset_fake_temporarily():
-        drawn = Points.drawn(len(outs), len(lses), read.scales, (*read.free.values(),))
-        drawn = read.on_all_pieces(drawn, (*outs, *lses, *read.free))
+        drawn = read.points(len(outs), len(lses), (*outs, *lses, *read.free))
         points = _Values(read, place, outs, lses, node, drawn).paired()
         count = range(len(outs))
         blanks = frozenset(filter(points.is_blank, count))

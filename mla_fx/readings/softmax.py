@@ -82,8 +82,7 @@ def _evaluated(element: Element, read: Rows) -> Softmax:
         raise NoMatch(NO_SOFTMAX, node)
     leaves = *outs, *lses, *sinks, *read.free
     with unset_fake_temporarily():
-        drawn = Points.drawn(1, 1 + len(sinks), read.scales, (*read.free.values(),))
-        drawn = read.on_all_pieces(drawn, leaves)
+        drawn = read.points(1, 1 + len(sinks), leaves)
         cases = drawn.and_where({"out": torch.nan}, {"out": torch.inf}, {"out": 0.0, "lse": -torch.inf})
         found, *unknown, blind = read.value(place, cases, leaves).chunk(4)
         if not read.is_close(found, drawn.shared(drawn.outs), drawn):
