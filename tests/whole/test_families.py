@@ -96,6 +96,7 @@ def prefilled(model, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("family", at_each_family())
 @torch.no_grad()
