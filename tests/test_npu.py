@@ -16,8 +16,8 @@ FILES = sorted(path.name for path in (Path(__file__).parent / "npu").glob("test_
 ORDERED = ("test_both_targets.py",)  # what it imports first matters
 # Each takes a minute or more: tables of the documentation, whole models and steps, and calls that users make.
 LONG = (
-    "test_models.py", "test_published.py", "test_quantised_calls.py", "test_server_step.py", "test_table.py",
-    "test_user_calls.py", "test_vendor_calls.py", "test_vendor_table.py",
+    "test_host_lengths.py", "test_models.py", "test_prolog_versions.py", "test_published.py", "test_quantised_calls.py",
+    "test_server_step.py", "test_table.py", "test_user_calls.py", "test_vendor_calls.py", "test_vendor_table.py",
 )  # fmt: skip
 
 
