@@ -21,18 +21,15 @@ from fuzz.scenes import SCENES
 from mla_fx.comparing.verify import Verification
 
 FAST = len(LAYERS)  # mutants of an ordinary test run: one of each layer, in one of its captures
-QUICK = 16  # one in this many is in the first tier
 
 
 def pytest_generate_tests(metafunc):
     if "numbers" not in metafunc.fixturenames:
         return
     total = metafunc.config.getoption("--fuzz") or FAST
-    found = list(batches(total, 200))
-    for place, (base, numbers) in enumerate(found):
-        marks = [] if place % QUICK == 0 or total > FAST else [pytest.mark.slow]
-        found[place] = pytest.param(base, numbers, id=f"{base}-{numbers.start}", marks=marks)
-    metafunc.parametrize("base, numbers", found)
+    marks = [pytest.mark.every] if total > FAST else []
+    found = (pytest.param(*batch, id=f"{batch[0]}-{batch[1].start}", marks=marks) for batch in batches(total, 200))
+    metafunc.parametrize("base, numbers", list(found))
 
 
 @pytest.mark.slow
