@@ -22,7 +22,7 @@ from mla_fx.comparing import plans, region
 from mla_fx.passes import prove
 
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
-MANY = 6  # slow cases of one test, of which CI runs a third
+MANY = 6  # slow cases of one test; if there are more, a third of them runs
 ABOUT_GRAPHS = ("patterns", "readings", "soundness")  # folders of tests
 IS_STARTED_BY_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 

@@ -55,7 +55,7 @@ def of_family(family, step):
 
 
 def each_step():
-    """Of each family; the dynamic drafts of the quick ones are those of `test_drafts_of_dynamic_size`."""
+    """Each step of each family; `test_drafts_of_dynamic_size` has the dynamic drafts of the quick ones."""
     for family, step in itertools.product(FAMILIES, STEPS):
         is_quick = family in QUICK and step != "drafts, dynamic"
         yield pytest.param(family, step, marks=() if is_quick else pytest.mark.campaign)
