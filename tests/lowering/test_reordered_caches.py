@@ -59,7 +59,15 @@ def check(model, target="inductor", **options):
 
 @pytest.mark.parametrize("target", ["inductor", "reference"])
 @pytest.mark.parametrize(
-    ("order", "layer"), [("beams", Reordered), ("beams", Slices), ("roll", Reordered), ("scaled", Slices)]
+    ("order", "layer"),
+    [
+        ("beams", Reordered),
+        ("beams", Slices),
+        ("roll", Reordered),
+        pytest.param("roll", Slices, marks=pytest.mark.campaign),
+        pytest.param("scaled", Reordered, marks=pytest.mark.campaign),
+        ("scaled", Slices),
+    ],
 )
 def test_caches_are_reordered_after_their_update(order, layer, target):
     report = check(layer(ORDERS[order]), target)

@@ -128,16 +128,21 @@ STEPS = {  # the kind of cache, tokens before, tokens, and whether all sizes are
     "dynamic": ("static", PROMPT, 3, True),
 }
 
-DYNAMIC = pytest.mark.campaign  # symbols take a minute
+
+def each_step():
+    """Symbols take a minute."""
+    return [
+        pytest.param(step, id=name, marks=pytest.mark.campaign if step[-1] else ()) for name, step in STEPS.items()
+    ]
+
+
 # Inductor cannot compile a product whose number of keys depends on data.
 TARGETS = {"glm5_next": "reference"}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")
-@pytest.mark.parametrize(
-    "step", [pytest.param(step, id=name, marks=DYNAMIC if step[-1] else ()) for name, step in STEPS.items()]
-)
+@pytest.mark.parametrize("step", each_step())
 @pytest.mark.parametrize("family", at_each_family(QUICKEST))
 @torch.no_grad()
 def test_nothing_is_unchecked(family, step):
