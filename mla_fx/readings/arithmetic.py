@@ -21,6 +21,7 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 from mla_fx.ops.emitted.attention.tiles import LOWEST
+from mla_fx.ops.emitted.merge_attention import MOST_PARTS
 
 from .axes import Axis, Index, one_axis
 from .calls import CASTS, args_of, operands_of, options_of
@@ -40,7 +41,7 @@ EXPONENTIALS: dict[Any, float] = {aten.exp.default: 1.0, aten.exp2.default: math
 LOGARITHMS: dict[Any, float] = {aten.log.default: 1.0, aten.log2.default: math.log(2), aten.logsumexp.default: 1.0}
 """Each, times the number, is the natural logarithm."""
 MOST_STEPS = 1000
-MOST_TERMS = 16
+MOST_TERMS = MOST_PARTS + 1  # parts and a sink
 CLOSE = 1e-11
 TESTS = frozenset({aten.eq.Scalar, aten.ne.Scalar})
 POINTWISE = frozenset(

@@ -27,6 +27,7 @@ from .element import Element, computed_from, first_reader, operand, readers, res
 from .logits import Mask, added_scores, logits
 from .reading import Reading
 from .rows import MOVES, is_product
+from .same_value import equal_calls
 from .sizes import Size, ratio
 from .softmax import Softmax, divided_late, division, is_softmax, softmax
 from .views import MOVERS, fresh_index, has_dim, pads_with_zero, seams, shape_of
@@ -136,7 +137,7 @@ def weighted_by(node: Node, output: Node, index: tuple[Index, ...], weighted: Co
         if holds_codes(mask.element):
             how = "expected latents that are dequantised: codes times scales"
             raise NoMatch(f"scores of codes are multiplied by scales, {how}", mask.element.origin)
-    sink = None if found.sink is None else _sink(found.sink)
+    sink = _sink(found.sink) if isinstance(found.sink, Element) else found.sink
     part = Attention(output, index, scores, masks, None, value, weighted.factor, keys)
     return _unpadded(replace(part, sink=sink, logits=found.logits, zeroes=found.zeroes))
 
@@ -192,8 +193,8 @@ def _unpadded(found: Attention) -> Attention:
 
 
 def _is_computed_from(value: Node, node: Node) -> bool:
-    """Whether no product is between the two."""
-    return node in computed_from(value, is_product)
+    """Whether no product is between the two, or between the value and an equal node."""
+    return any(equal_calls(found, node) for found in computed_from(value, is_product))
 
 
 def weighted_sum(node: Node) -> Node | None:

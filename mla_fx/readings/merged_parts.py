@@ -39,7 +39,7 @@ SUBSETS = 64
 @dataclass(frozen=True)
 class Merge(Reading):
     """Parts `outs` with logarithms `lses`, merged at `index` of `node`. Its last dimension of several elements are the
-    columns of `outs`.
+    columns of `outs`. Beside them, `sink` is the logarithm of what has no attention.
 
     A row that a part does not see has minus infinity there. Such a part adds nothing if it is in `skips`, whatever its
     attention is, else zero times that; the row is NaN if it is in `blanks`. Rows that no part sees are NaN if
@@ -52,6 +52,7 @@ class Merge(Reading):
     cleans: frozenset[int]
     blanks: frozenset[int]
     blank_if_empty: bool
+    sink: Element | None
 
     @property
     def constants(self) -> tuple[object, ...]:
@@ -108,7 +109,7 @@ def merge(node: Node, read: Arithmetic | None = None) -> Merge:
     columns: frozenset[Axis] = next((part.axes for part in reversed(index) if part.axes), frozenset())
     outs = [leaf for leaf, element in read.leaves.items() if columns & element.axes]
     lses = [leaf for leaf in read.leaves if leaf not in outs]
-    if len(outs) != len(lses) or not 2 <= len(outs) <= MOST_PARTS:
+    if len(lses) - len(outs) not in (0, 1) or not 2 <= len(outs) <= MOST_PARTS:
         raise NoMatch(NO_PARTS, node)
     with unset_fake_temporarily():
         drawn = read.points(len(outs), len(lses), (*outs, *lses, *read.free))
@@ -118,8 +119,9 @@ def merge(node: Node, read: Arithmetic | None = None) -> Merge:
         skips = frozenset(part for part in count if part not in blanks and points.skips(part))
         cleans = frozenset(filter(points.cleans, count))
         points.check_subsets(blanks)
-        given, logarithms = (tuple(read.leaves[leaf] for leaf in leaves) for leaves in (outs, points.lses))
-        return Merge(node, index, given, logarithms, skips, cleans, blanks, points.blank_if_empty())
+        given, logarithms = (tuple(read.leaves[leaf] for leaf in leaves) for leaves in (outs, points.lses[: len(outs)]))
+        sink = read.leaves[points.lses[-1]] if len(lses) > len(outs) else None
+        return Merge(node, index, given, logarithms, skips, cleans, blanks, points.blank_if_empty(), sink)
 
 
 @dataclass(frozen=True)
@@ -134,23 +136,25 @@ class _Values:
     drawn: Points
 
     def paired(self) -> _Values:
-        """The same with the logarithm of each part in its place. Raises NoMatch if the value is no merge."""
+        """The same with the logarithm of each part in its place, and a sink behind them. Raises NoMatch if the value is
+        no merge."""
         parts, shares = range(len(self.outs)), self.drawn.shares
         pairs = list[int]()
         for part in parts:
-            alone = torch.zeros_like(shares)
+            alone = torch.zeros_like(self.drawn.outs)
             alone[part] = 1
             points = self.drawn.with_outs(alone)
             weight = self._value(points)
             pairs += [place for place, share in enumerate(shares) if self.read.is_close(weight, share, points)][:1]
-        if sorted(pairs) != [*parts]:
+        if len({*pairs}) != len(parts):
             raise NoMatch("parts are not weighted by the shares that their logarithms give them", self.node)
+        pairs += (place for place in range(len(self.lses)) if place not in pairs)
         found = replace(self, lses=[self.lses[pair] for pair in pairs])
         if not self.read.is_close(found._value(self.drawn), self.drawn.shared(self.drawn.outs), self.drawn):
             raise NoMatch("something else than the parts times their shares is computed", self.node)
         for part, (name, number) in itertools.product(parts, {"NaN": torch.nan, "infinity": torch.inf}.items()):
             value = found._value(self.drawn.where([part], out=number))
-            if value[shares[pairs[part]] > 0].isfinite().any():
+            if value[shares[part] > 0].isfinite().any():
                 raise NoMatch(f"{name} of a part is replaced, whatever it comes from", self.node)
         return found
 

@@ -30,12 +30,14 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class MergedSums(Reading):
     """`parts` of attention, merged at `index` of `node`, where each is read as well. Rows that some of the parts in
-    `blanks` do not see are NaN, and if `blank_if_empty` those that no part sees; else they are zero."""
+    `blanks` do not see are NaN, and if `blank_if_empty` those that no part sees; else they are zero. `sink` is as in
+    Merge."""
 
     index: tuple[Index, ...]
     parts: tuple[Attention, ...]
     blanks: frozenset[int]
     blank_if_empty: bool
+    sink: Element | None
 
     @property
     def constants(self) -> tuple[object, ...]:
@@ -61,7 +63,7 @@ def merged_sums(node: Node) -> MergedSums:
     """The nearest merge of sums among a value and those that arithmetic computes it from. Raises NoMatch with the
     reason if there is none."""
     found = merge_before(node, lambda node: _alone(merge(node, Rows(end=node, are_several=True))))
-    return MergedSums(found.node, found.index, _parts(found), found.blanks, found.blank_if_empty)
+    return MergedSums(found.node, found.index, _parts(found), found.blanks, found.blank_if_empty, found.sink)
 
 
 def _parts(found: Merge) -> tuple[Attention, ...]:

@@ -78,6 +78,12 @@ class Points:
             values[[self.parts + part for part in parts]] = lse
         return replace(self, values=values)
 
+    def with_sink(self, logit: float) -> Points:
+        """The points beside one more logarithm, the same at all of them."""
+        before, after = self.values.tensor_split([self.parts + self.logarithms])
+        row = self.values.new_full((1, self.values.shape[1]), logit)
+        return replace(self, values=torch.cat((before, row, after)), logarithms=self.logarithms + 1)
+
     def with_outs(self, outs: Tensor) -> Points:
         return replace(self, values=torch.cat((outs, self.values[self.parts :])))
 

@@ -21,10 +21,12 @@ from .element import Element, computed_from, element_of, readers, resolve
 from .points import Points
 from .row_arithmetic import Rows
 from .rows import MOVES, NO_SOFTMAX, NOT_LARGEST, Row, difference, is_product, source
+from .same_value import equal_calls
 from .views import fresh_index
 
 aten = torch.ops.aten
 
+SOME = 0.01  # a share that one logit less or more changes
 QUOTIENTS = frozenset({aten.div.Tensor, aten.mul.Tensor})
 NAN_REPLACED = (
     "NaN among the attention probabilities is replaced, whatever it comes from; the operators give zeros only for rows "
@@ -39,11 +41,11 @@ class Softmax:
 
     logits: Element
     axis: Axis
-    sink: Element | None = None
+    sink: Element | float | None = None
     zeroes: bool = False
 
     @classmethod
-    def of(cls, row: Row, sink: Element | None, *, zeroes: bool) -> Softmax:
+    def of(cls, row: Row, sink: Element | float | None, *, zeroes: bool) -> Softmax:
         beside = row.columns.left_out(row.logits)
         if beside is not None and sink is not None:
             raise NoMatch("a softmax has two attention sinks", row.node)
@@ -85,6 +87,9 @@ def _evaluated(element: Element, read: Rows) -> Softmax:
         drawn = read.points(1, 1 + len(sinks), leaves)
         cases = drawn.and_where({"out": torch.nan}, {"out": torch.inf}, {"out": 0.0, "lse": -torch.inf})
         found, *unknown, blind = read.value(place, cases, leaves).chunk(4)
+        sink: Element | float | None = read.leaves[sinks[0]] if sinks else None
+        if sink is None and (number := _number_beside(found, drawn)) is not None:
+            drawn, sink = drawn.with_sink(number), number
         if not read.is_close(found, drawn.shared(drawn.outs), drawn):
             raise NoMatch(_why_not(read, found, drawn), node)
         if any(value[drawn.shares[0] > 0].isfinite().any() for value in unknown):
@@ -92,7 +97,15 @@ def _evaluated(element: Element, read: Rows) -> Softmax:
         if not blind.isnan().all() and (blind != 0).any():
             raise NoMatch("rows that see no key are neither zero nor NaN", node)
         is_nan = bool(blind.isnan().all())
-    return Softmax.of(read.rows[0], read.leaves[sinks[0]] if sinks else None, zeroes=not is_nan)
+    return Softmax.of(read.rows[0], sink, zeroes=not is_nan)
+
+
+def _number_beside(found: Tensor, drawn: Points) -> float | None:
+    """The logit of one more column, if that is a number: the sum is larger by its exponential."""
+    shares = found / drawn.outs[0]
+    is_partial = (shares > SOME) & (shares < 1 - SOME) & (drawn.shares[0] == 1)
+    logits = (drawn.lses[0] + (1 / shares - 1).log())[is_partial]
+    return logits.median().item() if len(logits) else None
 
 
 def _why_not(read: Rows, found: Tensor, drawn: Points) -> str:
@@ -134,7 +147,8 @@ def _divisors(user: Node, value: Node) -> Iterator[object]:
 
 
 def _is_of(divisor: Node, exp: Node) -> bool:
-    return exp in computed_from(divisor, lambda node: node.target in PRODUCTS)
+    """Whether something is computed from an exponential, or from an equal one."""
+    return any(equal_calls(node, exp) for node in computed_from(divisor, lambda node: node.target in PRODUCTS))
 
 
 def _subtracts_logarithm(exp: Node) -> bool:

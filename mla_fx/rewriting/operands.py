@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
@@ -140,18 +141,30 @@ def tables(
 
 
 def merged(
-    outs: Sequence[Expression], lses: Sequence[Expression], blanks: Iterable[Expression], blank_if_empty: bool
+    outs: Sequence[Expression],
+    lses: Sequence[Expression],
+    blanks: Iterable[Expression],
+    blank_if_empty: bool,
+    sink: Expression | None,
 ) -> Expression:
     """A call of merge_attention. Rows are NaN that have minus infinity among `blanks`, logarithms of some parts, and if
-    `blank_if_empty` rows that no part sees; others that no part sees are zero."""
+    `blank_if_empty` rows that no part sees; others that no part sees are zero. A sink has the rest of the shares."""
     call = Call(torch.ops.mla_fx.merge_attention.default, outs, lses)
     value: Expression = Call(operator.getitem, call, 0)
-    blanks = list(blanks)
+    sums, blanks = Call(operator.getitem, call, 1), list(blanks)
+    if sink is not None:
+        value = Inlined(_beside_sink, (value, sums, sink))
     if blank_if_empty and not blanks:
-        blanks.append(Call(operator.getitem, call, 1))
+        blanks.append(sums)
     for blank in blanks:
         value = Inlined(nan_where_blind, (value, blank))
     return value
+
+
+def _beside_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """A sink of minus infinity has no share, not even of rows that no part sees."""
+    shares = torch.where(sink == -torch.inf, 1.0, (lse - sink).sigmoid())
+    return (out * shares.unsqueeze(-1)).to(out.dtype)
 
 
 def check_is_causal(found: Attention, s: Axes) -> None:

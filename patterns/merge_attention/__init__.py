@@ -74,7 +74,8 @@ class MergeAttention(Rule):
             # rows that see no key are zero in a result of attention
             is_zero = part not in found.cleans and call_of(out, found.lses[part]) is not None
             outs.append(value if part not in found.skips or is_zero else Inlined(_seen, (value, lses[part])))
-        value = merged(outs, lses, (given[part] for part in found.blanks), found.blank_if_empty)
+        sink = None if found.sink is None else tensor(found.sink, rows, dtype=wide, expand=True)
+        value = merged(outs, lses, (given[part] for part in found.blanks), found.blank_if_empty, sink)
         return Plan(replacing(old, found.index, result(value, dims)), exact=_choices(found))
 
 

@@ -309,10 +309,13 @@ class MlaAttentionSums(MlaAttentionLse):
         outs, lses = list[Expression](), list[Expression]()
         for part in parts:
             out, sums, _ = self.attend(part, return_lse=True)
-            *rows, columns = _dims(part.reading(MergedSums, "merge"))
+            merge = part.reading(MergedSums, "merge")
+            *rows, columns = _dims(merge)
             outs.append(tensor(out, [*rows, columns], dtype=dtype, expand=True))
             lses.append(tensor(result(sums, part.dims("b s n")), rows, expand=True))
-        value = merged(outs, lses, (lses[part] for part in found.blanks), found.blank_if_empty)
+        wide = torch.promote_types(dtype, torch.float32)
+        sink = None if merge.sink is None else tensor(merge.sink, rows, dtype=wide, expand=True)
+        value = merged(outs, lses, (lses[part] for part in found.blanks), found.blank_if_empty, sink)
         exact = [call for part in parts for call in _rounded_once(part, _dtype(part))]
         return Plan(replacing(found.node, found.index, result(value, _dims(found))), exact=exact)
 
@@ -348,16 +351,16 @@ def _masks(
         mask, context_lens, fill = mask_operands(found, causal, (b, n, s, t))
     if fill is not None:
         options["fill"] = fill
-    sinks = () if found.sink is None else (_sinks(found.sink, n, found.node.meta["val"].device),)
+    sinks = () if found.sink is None else (_sinks(found.sink, n, found.node.meta["val"].device, dtype),)
     return ((mask,) if context_lens is None and not sinks else (mask, context_lens, *sinks)), options
 
 
-def _sinks(sink: Element | float, n: Axes, device: torch.device) -> Expression:
+def _sinks(sink: Element | float, n: Axes, device: torch.device, dtype: torch.dtype) -> Expression:
     """The score next to those of the keys, per head."""
     if isinstance(sink, Element):
         return tensor(sink, (n,), expand=True)
     heads = product(axis.size for axis in n)
-    return Call(aten.full.default, [heads], sink, dtype=torch.float32, device=device)
+    return Call(aten.full.default, [heads], sink, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
 
 def _dtype(match: Match) -> torch.dtype:

@@ -7,9 +7,9 @@ import operator
 from collections.abc import Iterator
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from mla_fx.rule import Match, NoMatch, behind, either, stored
+from mla_fx.rule import Match, NearestMiss, NoMatch, behind, either, stored
 from mla_fx.rule.caches import CacheRoles, CacheUpdate, cache_roles, check_same_write, new_cache, positions_and_caches
 from mla_fx.rule.operands import Call
 from mla_fx.rule.readings import element_of, named_argument, own_part, product, shape_of
@@ -27,8 +27,9 @@ WRITTEN = stored(KV_LATENT, name="kv_cache.write")
 class Plain(Prolog):
     pattern = over(either("kv_cache.read", plain=WRITTEN, quantised=behind(WRITTEN)))
 
-    def anchors(self, graph: Graph) -> Iterator[Node]:
-        return (node for node in super().anchors(graph) if not _is_fused(node))
+    def bindings(self, anchor: Node, nearest: NearestMiss) -> Iterator[Match]:
+        """Nothing where an operator has computed the query: parts of a context have one query, whose prolog fused."""
+        return iter(()) if _is_fused(anchor) else super().bindings(anchor, nearest)
 
     def layer(self, match: Match) -> MatchedLayer:
         mode, dtype = weight_mode(match), given(match)["kv_cache"].meta["val"].dtype

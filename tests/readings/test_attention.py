@@ -77,6 +77,10 @@ def powers(scores, *others):
     return raised, sum(((other - peak).exp() for other in others), raised.sum(-1, keepdim=True))
 
 
+def computed_twice(scores):
+    return powers(scores)[0] / powers(scores)[1]
+
+
 def times_reciprocal(scores, values=None):
     raised, total = powers(scores)
     return raised * (1 / total) if values is None else (raised @ values) * total.reciprocal()
@@ -96,6 +100,12 @@ def with_sink_above_the_largest(scores, sink):
     peak = scores.amax(-1, keepdim=True)
     raised = (scores - peak).exp()
     return raised / (raised.sum(-1, keepdim=True) + (sink.view(-1, 1, 1) - peak).exp())
+
+
+def more_than_the_sum(scores, number=1.0):
+    """The exponential of a sink that is a number is added to the sum of the others."""
+    raised, total = powers(scores)
+    return raised / (total + number * (-scores.amax(-1, keepdim=True)).exp())
 
 
 def late_but_one(scores, values):
@@ -128,6 +138,7 @@ ATTENTIONS = {
     "less the logarithm of the sum": lambda q, k, v: less_logarithm(q @ k.mT * 0.3) @ v,
     "less it, biased": lambda q, k, v: less_logarithm(q @ k.mT + BIAS) @ v,
     "less it, filled": lambda q, k, v: less_logarithm((q @ k.mT).masked_fill(~MASK, -torch.inf)) @ v,
+    "exponentials that are computed twice": lambda q, k, v: computed_twice(q @ k.mT) @ v,
     "exponential of log_softmax": lambda q, k, v: (q @ k.mT + BIAS).log_softmax(-1).exp() @ v,
     "divided late": lambda q, k, v: divided_late(q @ k.mT * 0.3, v),
     "divided late, biased": lambda q, k, v: divided_late(q @ k.mT + BIAS, v, lambda total: total.clamp(min=1e-20)),
@@ -168,6 +179,8 @@ SINKS = {
     "beside the sum, biased": lambda q, k, v, sink: with_sink(q @ k.mT + BIAS, sink) @ v,
     "beside the sum, late": lambda q, k, v, sink: with_sink(q @ k.mT, sink, v),
     "beside the sum, above the largest": lambda q, k, v, sink: with_sink_above_the_largest(q @ k.mT, sink) @ v,
+    "one more than the sum": lambda q, k, v, sink: more_than_the_sum(q @ k.mT) @ v,
+    "half more than the sum, biased": lambda q, k, v, sink: more_than_the_sum(q @ k.mT + BIAS, 0.5) @ v,
     "divided late": lambda q, k, v, sink: late_but_one(beside(q @ k.mT, sink), v),
     "less the logarithm": lambda q, k, v, sink: less_logarithm(beside(q @ k.mT, sink))[..., :-1] @ v,
     "masked before": lambda q, k, v, sink: beside(q @ k.mT + BIAS, sink).softmax(-1)[..., :-1] @ v,
@@ -248,6 +261,11 @@ NO_ATTENTIONS = {
     ),
     "twice the sink beside the sum": (
         lambda q, k, v: with_sink(q @ k.mT, 2 * OFFSET) @ v, "not divided by their sum",
+    ),
+    "less than the sum": (lambda q, k, v: more_than_the_sum(q @ k.mT, -1e-3) @ v, "not divided by their sum"),
+    "one more than what is less the largest": (
+        lambda q, k, v: (lambda raised, total: raised / (total + 1))(*powers(q @ k.mT)) @ v,
+        "not divided by their sum",
     ),
     "other scores beside the sum": (lambda q, k, v: beside_others(q @ k.mT, q @ v.mT) @ v, "is of other scores"),
     "far below the largest": (

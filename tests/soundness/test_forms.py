@@ -72,6 +72,35 @@ def test_sink(name):
     assert check(Sink(FUSED_SINKS[name])).fused.get(ATTENTION)
 
 
+class InParts(Sink):
+    """The sink's exponential, less itself, is in the sum before the first part; or nothing is."""
+
+    def __init__(self, *, has_sink):
+        super().__init__(lambda m, s, v: m.in_parts(s, v))
+        self.has_sink = has_sink
+
+    def in_parts(self, scores, value):
+        largest = self.column(scores, None if self.has_sink else number(-torch.inf))
+        total, out = torch.full_like(largest, float(self.has_sink)), torch.zeros_like(scores @ value)
+        for some in (slice(0, 7), slice(7, None)):
+            new = torch.maximum(largest, scores[..., some].amax(-1, keepdim=True))
+            shrink, raised = (largest - new).exp(), (scores[..., some] - new).exp()
+            out, total = out * shrink + raised @ value[:, :, some], total * shrink + raised.sum(-1, keepdim=True)
+            largest = new
+        return out / total
+
+
+def test_sink_beside_parts():
+    assert check(InParts(has_sink=True)).fused == {"mla_prolog": 1, ATTENTION: 1}
+
+
+def test_parts_with_one_query():
+    """The prolog of the first part is that of all: nothing was missed."""
+    report = check(InParts(has_sink=False))
+    assert report.fused == {"mla_prolog": 1, ATTENTION: 2, "merge_attention": 1}, str(report)
+    assert not report.misses, str(report)
+
+
 def test_sink_of_rows_that_see_nothing():
     """Not a limit here: everything goes to the sink, and zeros are right."""
 

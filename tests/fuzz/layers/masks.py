@@ -140,6 +140,16 @@ class SinkBesideSum(Sink):
         return raised / (raised.sum(-1, keepdim=True) + (sinks - largest).exp())
 
 
+class OneMore(Layer):
+    """The exponential of zero is added to the sum of the others; exponentials are computed twice."""
+
+    def probabilities(self, scores: Tensor, mask: Any) -> Tensor:
+        scores = scores + mask
+        largest = scores.amax(-1, keepdim=True).clamp(min=0)
+        total = (scores - largest).exp().sum(-1, keepdim=True) + (-largest).exp()
+        return (scores - largest).exp() / total
+
+
 class SinkLate(Sink):
     """The product with the values is divided by a sum that counts the sink, too."""
 

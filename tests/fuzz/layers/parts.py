@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .heads import Absorbed
+from .plain import Sizes
 
 Part = tuple[Tensor, Tensor]  # attention and, with one column, the logarithms
 
@@ -83,9 +84,13 @@ class ExpandedTail(ExpandedHalves, Tail):
 class RunningSums(Halves):
     """Flash attention's loop: sums shrink where the largest score grows."""
 
+    def start(self, zeros: Tensor) -> Part:
+        """The sum and the largest score before the first part."""
+        return zeros, zeros - torch.inf
+
     def over_latents(self, query: Tensor, key: Tensor, latent: Tensor, mask: Any) -> Tensor:
-        total = torch.zeros(*query.shape[:-1], 1, dtype=query.dtype)
-        out, largest = total.expand(*query.shape[:-1], latent.shape[-1]), total - torch.inf
+        total, largest = self.start(torch.zeros(*query.shape[:-1], 1, dtype=query.dtype))
+        out = torch.zeros(*query.shape[:-1], latent.shape[-1], dtype=query.dtype)
         for own in self.some():
             scores = query @ key[:, :, own].mT * 0.4 + mask[:, own]
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
@@ -93,6 +98,17 @@ class RunningSums(Halves):
             out, total = out * shrink + weights @ latent[:, :, own], total * shrink + weights.sum(-1, keepdim=True)
             largest = new
         return out / total
+
+
+class SumsFromSink(RunningSums):
+    """The exponential of the sink, less itself, is in the sum from the start."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.sinks = self.gamma(sizes.heads)
+
+    def start(self, zeros: Tensor) -> Part:
+        return zeros + 1, self.sinks.view(-1, 1, 1).expand_as(zeros)
 
 
 class SumsApart(Tail):
