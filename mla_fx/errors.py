@@ -29,6 +29,10 @@ def attempt(read: Callable[Given, Found], *given: Given.args, **options: Given.k
         return None
 
 
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 class ByDesign(NoMatch):
     """A refusal for which nothing in the program is to blame: the target or an option leaves the operator out, another
     form costs less, or there is nothing for the operator to do."""

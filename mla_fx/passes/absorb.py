@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from mla_fx.errors import ByDesign
 from mla_fx.graph.provenance import ORIGINS
-from mla_fx.ops.common.absorption import absorb_query, expand_output
+from mla_fx.ops.emitted.attention.heads import absorb_query, expand_output
 from mla_fx.readings.calls import args_of, named_argument
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of

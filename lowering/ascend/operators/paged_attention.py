@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.called.paged_attention.arguments import Arguments
-from mla_fx.ops.called.paged_attention.options import (
+from mla_fx.ops.called.paged_attention.arguments import (
     BNSD,
     DECODING,
     DEQUANT_FUSION,
@@ -23,6 +22,7 @@ from mla_fx.ops.called.paged_attention.options import (
     UNCOMPRESSED,
     UNMASKED,
     UNQUANTIZED,
+    Arguments,
     read_options,
 )
 from mla_fx.target import Compiled
