@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.fx import GraphModule
 
-from mla_fx.errors import NoMatch, OptionError
+from mla_fx.errors import NoMatch, OptionError, first_line
 from mla_fx.graph.provenance import is_laid_out
 from mla_fx.graph.torch_compilers import aot_autograd, static_inputs
 from mla_fx.graph.torch_private import OpOverload
@@ -29,7 +29,7 @@ from mla_fx.target import Compiled, Compiler, Lowering, modules_of_operators
 
 from . import converters, numbers_of_sizes
 from .limits import RELEASES, Prolog, Release, Surface
-from .stub import engine, environment
+from .stub import environment
 
 HERE = __name__.rpartition(".")[0]
 OPTIONS = frozenset({"cann", "causal_masks", "compiler_config", "mode", "prolog", "soc"})
@@ -60,7 +60,7 @@ def missing() -> str | None:
     try:
         _torchair()
     except Exception as error:  # a library of CANN that is not there, or another torch
-        return f"torch_npu cannot be imported: {str(error).strip().partition(chr(10))[0]}"
+        return f"torch_npu cannot be imported: {first_line(error)}"
     return None
 
 
@@ -272,5 +272,5 @@ def _torchair() -> Any:
         importlib.import_module("torch_npu")  # makes torchair importable
         torchair = importlib.import_module("torchair")
     if environment.is_used():
-        engine.leave_out()
+        environment.leave_out_engine()
     return torchair

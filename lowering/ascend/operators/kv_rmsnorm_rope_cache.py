@@ -155,7 +155,6 @@ def refuse_pages(a: Arguments) -> None:
 
 
 def plain(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
-    """The results of `mla_fx.kv_rmsnorm_rope_cache`."""
     if a.cache_mode == "NZ":
         k_cache, ckv_cache, *rows = vendor_call(of_pages(a, *CACHES))
     elif is_unpaged(a):
