@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from mla_fx.driver import discovery
+from mla_fx.errors import first_line
 from mla_fx.graph.torch_compilers import cache_folder, cpp_compiler
 
 OPTIONAL = {
@@ -68,7 +69,7 @@ def _tried(name: str, check: Callable[[], str], *, is_needed: bool = False) -> F
     try:
         return Finding(name, True, check(), is_needed)
     except Exception as error:
-        return Finding(name, False, str(error).strip().partition("\n")[0] or type(error).__name__, is_needed)
+        return Finding(name, False, first_line(error) or type(error).__name__, is_needed)
 
 
 def _torch() -> str:

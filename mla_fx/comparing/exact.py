@@ -65,7 +65,6 @@ class Dry(Interpreter):
         return Results(outputs, {place: self.as_compared(given[place]) for place in places}, self.values)
 
     def as_compared(self, value: Any) -> Any:
-        """A value in the form in which it is compared."""
         return value
 
     def _kept(self, value: Any, writable: Collection[int]) -> Any:

@@ -96,7 +96,6 @@ def _path(key: tuple[str, ...]) -> Path:
 
 
 def as_text(report: Report) -> str:
-    """The report of one graph as JSON."""
     return json.dumps(report.to_dict())
 
 

@@ -176,7 +176,6 @@ class Source:
         return [f"import {module}" for module in sorted({"torch", *modules})]
 
     def namespaces(self) -> list[str]:
-        """Name the namespaces of the operators."""
         targets = (node.target for node in self.graph.nodes)
         names = sorted({target.namespace for target in targets if isinstance(target, OpOverload)})
         return [f"{name} = torch.ops.{name}" for name in names]

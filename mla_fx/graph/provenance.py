@@ -12,7 +12,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from mla_fx.ops import ATTENTION, form
 
-from .schemas import Call, named_arguments
+from .schemas import CallLike, named_arguments
 from .torch_private import OpOverload
 
 _VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")
@@ -34,7 +34,7 @@ def count_fused(graph: Graph) -> dict[str, int]:
     return dict(Counter(name for node in graph.nodes if (name := fused_name(node)) is not None))
 
 
-def fused_name(node: Call) -> str | None:
+def fused_name(node: CallLike) -> str | None:
     """The name of the called fused operator, or of the form of it that people know; the same for its in-place form;
     None for other nodes."""
     target = node.target
@@ -99,7 +99,6 @@ def label_of(node: Node) -> str:
 
 
 def placed_name(node: Node) -> str:
-    """The name of a node, and the module that made it."""
     where = module_of(node)
     return f"{node.name} of {where}" if where else node.name
 

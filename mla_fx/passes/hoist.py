@@ -252,7 +252,6 @@ def _before_reshapes(value: Node, reshapes: Set[Any] = RESHAPES) -> Node:
 
 
 def _views(source: Node) -> Iterator[Node]:
-    """A value and its reshapes."""
     yield source
     for user in source.users:
         if user.target in FLAT:
