@@ -1,7 +1,5 @@
 """Errors, and the refusal to fuse, which is not an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 

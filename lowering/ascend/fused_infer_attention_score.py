@@ -12,8 +12,6 @@ arch32, in 9.1.0 in its arch22), `pfa` is prompt_flash_attention_tiling.cpp in p
 those of v8.5.0, or of the tag or commit that is named. `document` is that of npu_fused_infer_attention_score_v2 in
 torch_npu 2.13; where it is narrower than the host code, it counts."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Each function for a limit raises NoMatch if that is not known to hold. A symbolic size that meets its limit in the
 current call gets a guard for it. Another size recompiles."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args

@@ -4,8 +4,6 @@ Three private functions of torchair are used. `get_npu_default_decompositions` a
 public backend, which has no hook between AOTAutograd and its compiler. For `register_inplaceable_npu_op` see
 `_register_in_place`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

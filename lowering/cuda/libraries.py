@@ -7,8 +7,6 @@ lengths may be any numbers. The conversion is compiled: layers that share length
 A file that lowers an operator to libraries, too, has a function `lower_to(library, a)`; it returns the function to
 trace, or raises NoMatch with a sentence: what the library does not take."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Lowers attention to one of its forms, or to both with a conditional if a call chooses by its query tokens."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Says what works here: what the compiler needs, what targets need, and what this machine has."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Reports what fuses in a model of transformers, in a published configuration, or in a user's own model."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 a configuration as model hubs publish it, a `config.json`, or a folder that has one; nothing is downloaded. A tiny one
 has a small configuration, of any model type in transformers that has Multi-head Latent Attention."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -5,8 +5,6 @@ compared with exact numbers for the choices of the original graph (`Choosing`). 
 another choice that is as good. Runs in which choices see values moved within their errors (`Nearby`) show how far such
 choices carry it, row by row, and a result that is further away is wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """How far values are from exact ones, and how far they may be, also because of choices that rounding flips."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """Runs an operator graph next to the compiled one: in its own precision, or in one that hardly rounds. No input is
 written."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence

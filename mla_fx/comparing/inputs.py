@@ -1,7 +1,5 @@
 """Random values for what a region reads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 These are of the same shapes, strides and dtypes as the user's, and about as large. Of the user's numbers they know only
 rounded statistics; equal numbers are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,8 +1,6 @@
 """A node as Python source: its call, and as comments its result and what it replaced; and a graph as a function of its
 inputs, by their names. No tensor's values are shown."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Where a node comes from: its operator, rule, source line and module, and the user's name for it."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

@@ -1,8 +1,6 @@
 """What the operators' schemas say of calls: the names of arguments, which values share memory as views do, and what
 reads or writes through them."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Iterator

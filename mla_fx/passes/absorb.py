@@ -12,8 +12,6 @@ kind of device has its own threshold. S <= 8 is always absorbed. Above that, a c
 of unknown length: expanding few keys costs little.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

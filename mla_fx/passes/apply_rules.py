@@ -1,7 +1,5 @@
 """Applies every rule of a stage at every anchor, and reports the nearest miss where a rule does not fire."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Set

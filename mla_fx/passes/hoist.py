@@ -11,8 +11,6 @@ numbers    A captured graph would repeat the numbers that the host got in its fi
            copied to the host at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

@@ -1,7 +1,5 @@
 """Turns cache updates into in-place updates where nothing reads the old cache afterwards."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Iterator

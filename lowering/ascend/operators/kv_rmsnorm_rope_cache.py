@@ -7,8 +7,6 @@ at the tag of the release. `base`, `ds` and `950` are kv_rms_norm_rope_cache_bas
 .._ds_tiling.cpp and .._regbase_full_load_tiling.cpp, `def` is kv_rms_norm_rope_cache_def.cpp. This code begins with
 v8.5.0, so 8.5.0.alpha001 has its rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

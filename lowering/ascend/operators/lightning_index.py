@@ -6,8 +6,6 @@ ops-transformer.
 SparseFlashAttention takes keys and lengths alike: rows [B, T, 1, D] or pages of them, and lengths as tensors on the
 device, so that a captured graph reads them at each replay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

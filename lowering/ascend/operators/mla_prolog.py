@@ -5,8 +5,6 @@ otherwise. GE orders reads and writes only by data dependencies, so a reader of 
 overwritten. They therefore write to copies. torchair removes such copies only for the third interface, so each step
 copies both caches here. A captured graph would contain the hidden mutation too, and is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Compressed, each key head of a token has a table and a length of its own: the ke
 
 ATB's own operators in torch_npu have neither a converter to GE nor a fake kernel, so no graph can contain them."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

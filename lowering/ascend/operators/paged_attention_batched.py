@@ -7,8 +7,6 @@ tokens are a prompt (prompt_flash_attention, pages in steps of 128).
 Codes in int8 are decoded only: pages in steps of 32, with scales and offsets [1,Nkv,D] in the dtype of the query. The
 kernel multiplies queries and sums by scales in float32, as if keys and values were not rounded."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

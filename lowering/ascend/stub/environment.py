@@ -7,8 +7,6 @@ The stub libraries are built here. Each symbol that torch_npu's binaries need an
 that returns 0; `cann_stub.c` holds the few that must answer something else.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

@@ -4,8 +4,6 @@ Over latents, FusedInferAttentionScore gets pages: queries [B,S,N,512] and [B,S,
 expanded keys and values in packed rows, any number of tokens: queries [B*S,N,128] and [B*S,N,64], keys and values
 [B*T,N,128]. Without a rotary part, queries and keys may have 192 columns, and then values may too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
