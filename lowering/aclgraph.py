@@ -1,7 +1,5 @@
 """ACL graph: fused operators become Ascend's own, and torchair captures the graph (npugraph_ex, reduce-overhead)."""
 
-from __future__ import annotations
-
 from torch.fx import Graph
 
 from mla_fx.target import Compiled

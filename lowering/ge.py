@@ -11,8 +11,6 @@ from the default of the operator's definition, and then the types of the results
 operators that only have to run before. torchair's own dumps are of the graph before its passes, or have 100 lines for
 an operator."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Runs the operators' own bodies eagerly. Available everywhere, and the oracle for every other target."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

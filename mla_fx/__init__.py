@@ -28,28 +28,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Case",
-    "FusionError",
-    "Miss",
-    "MlaPass",
-    "MlaWarning",
-    "NoMatch",
-    "OptionError",
-    "Report",
-    "Rule",
-    "Target",
-    "VerificationError",
-    "__version__",
-    "expecting",
-    "explain",
-    "get_backend",
-    "last_report",
-    "mla_backend",
-    "ops",
-    "refresh",
-    "register_patterns",
-    "report",
-]
+    "Case", "FusionError", "Miss", "MlaPass", "MlaWarning", "NoMatch", "OptionError", "Report", "Rule", "Target",
+    "VerificationError", "__version__", "expecting", "explain", "get_backend", "last_report", "mla_backend", "ops",
+    "refresh", "register_patterns", "report",
+]  # fmt: skip
 
 _LAZY = {
     "Case": "cases",

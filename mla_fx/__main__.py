@@ -2,8 +2,6 @@
 `bisect` which rewrite changes its answer, `coverage` what fuses in all of them, `report` shows a dump in a browser,
 `doctor` what works on this machine."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

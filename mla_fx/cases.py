@@ -1,7 +1,5 @@
 """Cases: programs from which the tests of a pattern are generated, and a small layer to vary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

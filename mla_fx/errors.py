@@ -1,7 +1,5 @@
 """Errors, and the refusal to fuse, which is not an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -27,6 +25,10 @@ def attempt(read: Callable[Given, Found], *given: Given.args, **options: Given.k
         return read(*given, **options)
     except NoMatch:
         return None
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 class ByDesign(NoMatch):

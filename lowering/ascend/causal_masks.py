@@ -6,8 +6,6 @@ the two differ, results are NaN, not silently those of another mask.
 Masks are [..., S, T], broadcast to [B, 1, S, T]: bool, or 0 for keys that are seen and a large negative number for
 those that are not."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Converters to GE that torchair lacks, for the unfused operators in models with latent attention."""
 
-from __future__ import annotations
-
 import functools
 import pkgutil
 from collections.abc import Iterator, Sequence

@@ -12,8 +12,6 @@ arch32, in 9.1.0 in its arch22), `pfa` is prompt_flash_attention_tiling.cpp in p
 those of v8.5.0, or of the tag or commit that is named. `document` is that of npu_fused_infer_attention_score_v2 in
 torch_npu 2.13; where it is narrower than the host code, it counts."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +112,6 @@ def refuse_latent(surface: Surface, query: Named, rope: Named, caches: Sequence[
 
 
 def refuse_masks(surface: Surface, a: Arguments, tokens: int) -> None:
-    """Raises NoMatch for masks that the kernel cannot take."""
     if a.fill is not None and a.fill > causal_masks.HIDDEN:
         raise NoMatch(f"hidden scores are {a.fill:.6g}; {KERNEL} takes {causal_masks.HIDDEN:.6g} or less")
     if a.mask is not None:
@@ -215,8 +212,10 @@ def lengths(a: Arguments) -> Tensor | None:
     return None if a.mask is None else causal_masks.lengths(a.mask)
 
 
-def equal(batch: int | torch.SymInt, length: int, device: torch.device) -> Lengths:
-    """The lengths of equally long sequences: a list if the batch is a number, else a tensor."""
+def of_all(batch: int | torch.SymInt, lengths: Tensor | None, length: int, device: torch.device) -> Lengths:
+    """One length for each sequence. Without lengths, all are equally long: a list if the batch is a number."""
+    if lengths is not None:
+        return lengths.expand(batch)
     return [length] * batch if isinstance(batch, int) else torch.full((batch,), length, device=device)
 
 

@@ -3,8 +3,6 @@
 Each function for a limit raises NoMatch if that is not known to hold. A symbolic size that meets its limit in the
 current call gets a guard for it. Another size recompiles."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
@@ -76,7 +74,6 @@ def between(of: str, value: int, kernel: str, least: int, most: int) -> None:
 
 
 def fractals(name: str, pages: Tensor, kernel: str) -> None:
-    """Check pages in the shape of FRACTAL_NZ."""
     wanted = 32 // pages.element_size()
     if not holds(pages.shape[-1] == wanted):
         takes = f"{kernel} takes 32 bytes, {wanted} of {pages.dtype}"
@@ -90,6 +87,13 @@ def page_size(cache: str, value: int, kernel: str, allowed: Sequence[int]) -> No
     elif not (holds(value % allowed.step == 0) and holds(value >= allowed[0]) and holds(value <= allowed[-1])):
         takes = f"{kernel} takes multiples of {allowed.step} up to {allowed[-1]}"
         raise NoMatch(f"{cache} has BlockSize = {value}; {takes}")
+
+
+def equally_many_blocks(kernel: str, **caches: Tensor) -> None:
+    (name, blocks), (other, others) = ((name, cache.shape[0]) for name, cache in caches.items())
+    if not holds(blocks == others):
+        takes = f"{kernel} takes one table, for caches with equal numbers of blocks"
+        raise NoMatch(f"{name} has {blocks} blocks and {other} {others}; {takes}")
 
 
 def choice(name: str, value: object, kernel: str, allowed: Sequence[object]) -> None:

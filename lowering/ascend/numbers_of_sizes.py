@@ -3,8 +3,6 @@
 torchair reads a symbol from the first tensor of that size, and keeps the copy that a cache is written through if
 anything else reads the cache, be it for its size alone."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from typing import Any

@@ -3,8 +3,6 @@
 Calls of mla_prolog and of mla_prolog_v3 have these arguments in common. Contiguous caches become pages: T positions are
 T/BlockSize of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar

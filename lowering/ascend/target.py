@@ -1,7 +1,5 @@
 """The common base of the targets for torchair's two kinds of graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 

@@ -4,8 +4,6 @@ Three private functions of torchair are used. `get_npu_default_decompositions` a
 public backend, which has no hook between AOTAutograd and its compiler. For `register_inplaceable_npu_op` see
 `_register_in_place`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -19,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.fx import GraphModule
 
-from mla_fx.errors import NoMatch, OptionError
+from mla_fx.errors import NoMatch, OptionError, first_line
 from mla_fx.graph.provenance import is_laid_out
 from mla_fx.graph.torch_compilers import aot_autograd, static_inputs
 from mla_fx.graph.torch_private import OpOverload
@@ -29,7 +27,7 @@ from mla_fx.target import Compiled, Compiler, Lowering, modules_of_operators
 
 from . import converters, numbers_of_sizes
 from .limits import RELEASES, Prolog, Release, Surface
-from .stub import engine, environment
+from .stub import environment
 
 HERE = __name__.rpartition(".")[0]
 OPTIONS = frozenset({"cann", "causal_masks", "compiler_config", "mode", "prolog", "soc"})
@@ -60,7 +58,7 @@ def missing() -> str | None:
     try:
         _torchair()
     except Exception as error:  # a library of CANN that is not there, or another torch
-        return f"torch_npu cannot be imported: {str(error).strip().partition(chr(10))[0]}"
+        return f"torch_npu cannot be imported: {first_line(error)}"
     return None
 
 
@@ -272,5 +270,5 @@ def _torchair() -> Any:
         importlib.import_module("torch_npu")  # makes torchair importable
         torchair = importlib.import_module("torchair")
     if environment.is_used():
-        engine.leave_out()
+        environment.leave_out_engine()
     return torchair

@@ -18,8 +18,7 @@ from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.ops.emitted.attention.tiles import count_of_scores
 from mla_fx.target import Compiled
 
-from ..loops.attention import absorbed_by, at_run_time, check_forms, from_copies, tiled
-from ..loops.costs import has_few_scores
+from ..loops.attention import absorbed_by, at_run_time, check_forms, from_copies, has_few_scores, tiled
 from . import chosen_keys, costs, heads_over_rows, packed_sequences, prompts
 from .attention_over_rows import TAKES, attend, check_served, run
 

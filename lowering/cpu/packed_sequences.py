@@ -14,8 +14,7 @@ from mla_fx.ops.common.lean import define_lean_on
 from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
 from mla_fx.ops.emitted.attention.kernel_operands import in_rows
 from mla_fx.ops.emitted.attention.operator import fake, kernel
-from mla_fx.ops.emitted.attention.packed_sequences import sequences
-from mla_fx.ops.emitted.attention.parts import of_packed
+from mla_fx.ops.emitted.attention.parts import of_packed, sequences
 from mla_fx.target import Compiled
 
 from . import attention_over_rows, heads_over_rows

@@ -4,8 +4,6 @@ A file that lowers an operator names it, `OPERATOR`, and has a function `lower(a
 NoMatch, the lowering of that folder is used. With a device and Triton, all files are imported at once: they declare the
 operators that compiled code from a cache calls."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Mapping

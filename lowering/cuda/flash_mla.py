@@ -9,14 +9,11 @@ import inspect
 import torch
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
-from mla_fx.ops.emitted.attention.kernel_operands import asked
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results
 
 from ..ascend import limits
 from . import split_keys
-from .libraries import RANK, ROPE, check_chip, check_operands, imported
-from .single_tokens import by_tokens
+from .libraries import RANK, ROPE, check_chip, check_operands, imported, lowered
 
 KERNEL = "flash_mla"
 CHIPS = (90,)
@@ -26,7 +23,6 @@ ALIGNED = 16  # bytes that it reads at once
 
 
 def check(a: Arguments) -> None:
-    """Raise NoMatch for a call that it does not take."""
     library = imported(KERNEL)
     check_chip(a.kv_cache.device, KERNEL, CHIPS)
     known = inspect.signature(library.flash_mla_with_kvcache).parameters
@@ -82,9 +78,4 @@ def is_combined(a: Arguments) -> bool:
     return is_one and is_dense and is_aligned and len(latents) == len(rotary)
 
 
-operator = define_lean_on(Arguments, "attention_by_flash_mla", run, asked, returns=RESULTS, device="CUDA")
-
-
-def attend(a: Arguments) -> Results:
-    """Compute attention over latents."""
-    return by_tokens(operator, a)
+attend = lowered("attention_by_flash_mla", run)

@@ -7,13 +7,11 @@ import math
 
 import torch
 
-from mla_fx.ops.common.lean import define_lean_on
-from mla_fx.ops.emitted.attention.arguments import RESULTS, Arguments, Results
-from mla_fx.ops.emitted.attention.kernel_operands import asked, in_rows
+from mla_fx.ops.emitted.attention.arguments import Arguments, Results
+from mla_fx.ops.emitted.attention.kernel_operands import in_rows
 
 from . import split_keys
-from .libraries import check_chip, check_operands, imported
-from .single_tokens import by_tokens
+from .libraries import check_chip, check_operands, imported, lowered
 
 KERNEL = "flashinfer"
 CHIPS = (80, 86, 89, 90, 100, 103, 110, 120, 121)  # its README, without 75, which has no bfloat16
@@ -21,7 +19,6 @@ WORKSPACE = 2**27  # bytes, as its documentation recommends
 
 
 def check(a: Arguments) -> None:
-    """Raise NoMatch for a call that it does not take."""
     imported(f"{KERNEL}.mla")
     check_chip(a.kv_cache.device, KERNEL, CHIPS)
     check_operands(a, KERNEL)
@@ -49,17 +46,4 @@ def run(a: Arguments) -> Results:
     return out.unsqueeze(1), lse.unsqueeze(1) * math.log(2)  # its logarithms are those of base 2
 
 
-operator = define_lean_on(
-    Arguments,
-    "attention_by_flashinfer",
-    run,
-    asked,
-    returns=RESULTS,
-    device="CUDA",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-
-
-def attend(a: Arguments) -> Results:
-    """Compute attention over latents."""
-    return by_tokens(operator, a)
+attend = lowered("attention_by_flashinfer", run, tags=(torch.Tag.cudagraph_unsafe,))

@@ -3,8 +3,6 @@ top-k.
 
 Letters are those of `lightning_index`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

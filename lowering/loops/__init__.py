@@ -5,8 +5,6 @@ a call's `Arguments`. It returns the function of these arguments that is traced 
 with a sentence that says why the call stays; or it has this sentence, `STAYS`. It may have a function `from_copies`,
 which takes more memory than a call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Lowers paged_attention.batched to attention over copies of its contexts, where no call can be."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mla_fx.ops.emitted import paged_attention

@@ -28,7 +28,7 @@ from mla_fx.errors import MlaWarning, OptionError
 from mla_fx.passes.fuel import VARIABLE, Fuel, Rewrite
 
 from .demo import progress
-from .models import Call, script_call
+from .models import Program, script_call
 
 Tell = Callable[[str], None]
 ALL = sys.maxsize  # a limit, too, so that no cache answers
@@ -122,7 +122,9 @@ def run_bisect(script: str, target: str, *, as_json: bool = False) -> int:
     return int(found.wrong is not None)
 
 
-def bisect(call: Call, target: str, tell: Tell = lambda line: None, announce: Tell = lambda stage: None) -> Bisection:
+def bisect(
+    call: Program, target: str, tell: Tell = lambda line: None, announce: Tell = lambda stage: None
+) -> Bisection:
     """Compile with all rewrites, with none, and with as many as the last runs leave in question."""
     announce("running in eager mode, and in float64")
     answers = Answers(call)
@@ -180,7 +182,7 @@ def _attempt(answers: Answers, judge: Judge, target: str, limit: int) -> Step:
 class Answers:
     """Runs a program: a callable, its arguments and its keyword arguments, which stay as they are."""
 
-    call: Call
+    call: Program
 
     def of(self, compiled: Callable[..., Any] = lambda function: function) -> Found:
         """The tensors that a run returns, and those that are in its arguments or its module afterwards, by name."""
@@ -227,7 +229,7 @@ class Judge:
         return closeness(name, value, plain, exact)
 
 
-def _run(call: Call, compiled: Callable[..., Any]) -> Found:
+def _run(call: Program, compiled: Callable[..., Any]) -> Found:
     function, args, kwargs = call
     torch.manual_seed(0)
     with torch.no_grad():

@@ -145,7 +145,6 @@ def to_dict(sizes: LayerSizes, layers: int, step: Step, machine: Machine) -> dic
 
 
 def told(sizes: LayerSizes, layers: int, step: Step, machine: Machine) -> str:
-    """The costs as text."""
     lines = [
         f"attention of {layers} layers, new tokens {step.batch} x {step.tokens}, {step.context} tokens in the cache",
         f"  per layer: weights {amount(sizes.weights, 'B')}, cache {sizes.cache_per_token} B per token, "

@@ -194,7 +194,6 @@ def temporaries(step: Callable[[], object]) -> int:
 
 
 def show(comparison: Comparison) -> None:
-    """Print a table of a comparison."""
     require("rich")
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

@@ -1,7 +1,5 @@
 """Says what works here: what the compiler needs, what targets need, and what this machine has."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json
@@ -16,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mla_fx.driver import discovery
+from mla_fx.errors import first_line
 from mla_fx.graph.torch_compilers import cache_folder, cpp_compiler
 
 OPTIONAL = {
@@ -68,7 +67,7 @@ def _tried(name: str, check: Callable[[], str], *, is_needed: bool = False) -> F
     try:
         return Finding(name, True, check(), is_needed)
     except Exception as error:
-        return Finding(name, False, str(error).strip().partition("\n")[0] or type(error).__name__, is_needed)
+        return Finding(name, False, first_line(error) or type(error).__name__, is_needed)
 
 
 def _torch() -> str:

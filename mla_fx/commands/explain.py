@@ -1,14 +1,13 @@
 """Reports what fuses in a model of transformers, in a published configuration, or in a user's own model."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from mla_fx.backend import explain
 from mla_fx.commands import CommandError
+from mla_fx.debug.graph_text import A_GRAPH
 from mla_fx.debug.outcomes import layer_of
 from mla_fx.debug.report import Miss, Report
 from mla_fx.driver import discovery
@@ -25,11 +25,11 @@ from mla_fx.ops import forms
 from mla_fx.options import OWN
 from mla_fx.rule import Stage
 
-from . import costs, releases
+from . import costs
 from .costs import LayerSizes, Machine, Step
 from .demo import Announce, progress
 from .models import (
-    Call,
+    Program,
     attention_layers,
     config_class,
     full_call,
@@ -42,7 +42,10 @@ from .models import (
 
 ALL = "all"
 BY_DEFAULT = "reference"
+RELEASE = "cann"  # the option
 FEWER = "--layers 1 compiles the first layer alone, which may do without what is not compiled"
+
+Reports = Mapping[tuple[str, str], Report]  # by target and release, which is empty if the target has none
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,10 @@ def run_explain(asked: Asked) -> int:
         reports = dict(_reports(asked, call, usable, announce))
     sizes = None if config is None else (LayerSizes.of(config), attention_layers(config), asked.step, asked.machine)
     if asked.as_json:
-        told = releases.to_dict(reports)
+        told = _as_json(reports)
         print(json.dumps({"targets": told, "absent": absent, "costs": sizes and costs.to_dict(*sizes)}, indent=2))
     else:
-        parts = [*absent.values(), *releases.told(reports), *([costs.told(*sizes)] if sizes else [])]
+        parts = [*absent.values(), *_told(reports), *([costs.told(*sizes)] if sizes else [])]
         print("\n\n".join(parts))
     return int(any(map(leaves_mla, reports.values())))
 
@@ -103,7 +106,7 @@ def _layers(report: Report, names: Iterable[str]) -> set[str]:
     return {layer_of(path) for name in names for path in report.modules[name]}
 
 
-def _model(asked: Asked, targets: Sequence[str]) -> tuple[Any, Call]:
+def _model(asked: Asked, targets: Sequence[str]) -> tuple[Any, Program]:
     """The configuration of a full model, if it is one, and the call to trace."""
     is_whole = _is_whole(asked)
     if asked.layers is not None and not is_whole:
@@ -128,16 +131,16 @@ def _runs_here(name: str) -> bool:
 
 
 def _reports(
-    asked: Asked, call: Call, targets: Sequence[str], announce: Announce
+    asked: Asked, call: Program, targets: Sequence[str], announce: Announce
 ) -> Iterator[tuple[tuple[str, str], Report]]:
     """Yield a report for each target and each release of its software: the one that the options name, or all known."""
     function, args, kwargs = call
     for name in targets:
         given = _options_of(name, asked.options, targets)
         known = discovery.targets()[name].releases if name in discovery.targets() else ()
-        for release in (given[releases.OPTION],) if releases.OPTION in given else known or ("",):
+        for release in (given[RELEASE],) if RELEASE in given else known or ("",):
             announce(f"tracing {asked.model}, and rewriting it for {name} {release}".rstrip())
-            chosen = {**given, releases.OPTION: release} if release else given
+            chosen = {**given, RELEASE: release} if release else given
             report = explain(function, target=name, **chosen)(*args, **kwargs)
             has_other_layers = asked.layers is None and _is_whole(asked)
             if has_other_layers and any(NOT_COMPILED in note for note in report.notes):
@@ -179,3 +182,47 @@ def _usable(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if reason
     }
     return [name for name in reasons if name not in absent], absent
+
+
+# --- what is alike for several releases of a target's software, once -------------------------------------------------
+
+
+def _as_json(reports: Reports) -> dict[str, Any]:
+    """The reports as JSON values, each with what the target's compiler made of its graphs."""
+    count = Counter(target for target, _ in reports)
+    return {
+        f"{target} {release}" if count[target] > 1 else target: {**report.to_dict(), "compiled": _compiled(report)}
+        for (target, release), report in reports.items()
+    }
+
+
+def _told(reports: Reports) -> Iterator[str]:
+    """For each target the reports, and then what its compiler made."""
+    for name in dict.fromkeys(target for target, _ in reports):
+        found = {release: report for (target, release), report in reports.items() if target == name}
+        named = {release: replace(one, target=_named(name, release)) for release, one in found.items()}
+        untimed = {release: str(replace(one, passes=[])) for release, one in named.items()}
+        yield from _once({release: str(one) for release, one in named.items()}, untimed)
+        for graph in dict.fromkeys(graph for one in found.values() for graph in _compiled(one)):
+            made = {release: _compiled(one)[graph] for release, one in found.items() if graph in _compiled(one)}
+            texts = {release: f"# {_named(graph, release)}{text}" for release, text in made.items()}
+            yield from _once(texts, texts)
+
+
+def _compiled(report: Report) -> dict[str, str]:
+    return {
+        name: text.removeprefix(A_GRAPH).rstrip("\n") for name, text in report.graphs.items() if "compiled for " in name
+    }
+
+
+def _named(what: str, release: str) -> str:
+    return f"{what}, CANN {release}" if release else what
+
+
+def _once(texts: Mapping[str, str], compared: Mapping[str, str]) -> Iterator[str]:
+    """Each text once, with the names of all releases where what is compared differs by these names alone."""
+    alike: dict[str, list[str]] = {}
+    for release, text in compared.items():
+        alike.setdefault(text.replace(f"CANN {release}", "CANN"), []).append(release)
+    for named in alike.values():
+        yield texts[named[0]].replace(f"CANN {named[0]}", f"CANN {', '.join(named)}")

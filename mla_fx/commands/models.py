@@ -2,8 +2,6 @@
 a configuration as model hubs publish it, a `config.json`, or a folder that has one; nothing is downloaded. A tiny one
 has a small configuration, of any model type in transformers that has Multi-head Latent Attention."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -14,6 +12,7 @@ from typing import Any
 
 from mla_fx.commands import CommandError
 from mla_fx.debug import require
+from mla_fx.errors import first_line
 
 from .costs import Step
 
@@ -21,7 +20,7 @@ PROMPT = 4
 TINY_STEP = Step(context=16)
 BUILD = "It should return (callable, args) or (callable, args, kwargs)."
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Program = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 FILE = "config.json"
 TINY = {
     "vocab_size": 64,
@@ -57,7 +56,7 @@ TINY_IF_USED = {"q_lora_rank": 48, "qk_rope_head_dim": 8}
 MOST_LAYERS = 8
 
 
-def script_call(script: Path) -> Call:
+def script_call(script: Path) -> Program:
     """What a script's `build()` returns: a callable, its arguments, and optionally its keyword arguments."""
     if not script.is_file():
         raise CommandError(f"{script} is not a file.")
@@ -79,12 +78,12 @@ def _imported(script: Path) -> ModuleType:
     return module
 
 
-def tiny_call(model_type: str, device: str = "cpu") -> Call:
+def tiny_call(model_type: str, device: str = "cpu") -> Program:
     """One decode step of a tiny random model of a transformers model type."""
     return _decode_call(tiny_config(config_class(model_type)), TINY_STEP, f"a tiny {model_type}", device=device)
 
 
-def full_call(config: Any, step: Step) -> Call:
+def full_call(config: Any, step: Step) -> Program:
     """One step of the full model, on the meta device and in bfloat16."""
     return _decode_call(config, step, f"a full {config.model_type}", device="meta")
 
@@ -103,7 +102,7 @@ def config_class(model_type: str) -> Any:
     return found.sub_configs.get("text_config", found)
 
 
-def _decode_call(config: Any, step: Step, name: str, *, device: str) -> Call:
+def _decode_call(config: Any, step: Step, name: str, *, device: str) -> Program:
     """A model with a StaticCache that a prompt went through, and the tokens of a step."""
     import torch
     from transformers import StaticCache
@@ -148,7 +147,8 @@ def read_config(given: str) -> Any:
     try:
         config: Any = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers checks sizes in its own ways
-        raise CommandError(f"transformers does not take {path} as a {model_type}: {_first_line(error)}") from error
+        why = first_line(error).rstrip(".")
+        raise CommandError(f"transformers does not take {path} as a {model_type}: {why}") from error
     config = config.get_text_config()
     if not getattr(config, "kv_lora_rank", None):
         raise CommandError(f"{path} has no kv_lora_rank, so its model has no Multi-head Latent Attention.")
@@ -156,7 +156,6 @@ def read_config(given: str) -> Any:
 
 
 def with_layers(config: Any, count: int) -> Any:
-    """The configuration, with its first layers alone."""
     known = int(config.num_hidden_layers)
     if not 1 <= count <= known:
         raise CommandError(f"--layers is {count}; this model has 1 to {known}.")
@@ -183,7 +182,7 @@ def _model_type(path: Path) -> str:
     except FileNotFoundError:
         raise CommandError(f"{path} does not exist.") from None
     except (OSError, ValueError) as error:
-        raise CommandError(f"{path} cannot be read as JSON: {_first_line(error)}.") from error
+        raise CommandError(f"{path} cannot be read as JSON: {first_line(error).rstrip('.')}.") from error
     model_type = found.get("model_type") if isinstance(found, dict) else None
     if not model_type:
         raise CommandError(f"{path} has no model_type, so it is no configuration of a model.")
@@ -194,10 +193,6 @@ def _model_type(path: Path) -> str:
             f"Attention are {families}."
         )
     return str(model_type)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def mla_families() -> list[str]:

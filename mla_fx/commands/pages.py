@@ -1,8 +1,6 @@
 """Writes pages anew: the tables of docs/coverage.md, which say what fuses in every family, spelling and quantised
 model; and the pages of dumped graphs, with one that lists them."""
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import json

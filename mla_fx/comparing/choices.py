@@ -5,8 +5,6 @@ compared with exact numbers for the choices of the original graph (`Choosing`). 
 another choice that is as good. Runs in which choices see values moved within their errors (`Nearby`) show how far such
 choices carry it, row by row, and a result that is further away is wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -19,7 +17,7 @@ from mla_fx.graph.schemas import named_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 
 from .exact import BYTES, FLOATS, Wide, widened
-from .inputs import CODES
+from .inputs import INTEGER_CODES
 
 DRAWS = 64  # with 16, verify refused 10 of 750 right results with 2 to 16 open choices in a row; with 64, none
 TIMES = 4  # the error of what a choice sees, in a draw: another run was off by at most 3.3 times, in 750 draws
@@ -112,7 +110,7 @@ class Nearby(Wide):
 def _in_range(node: Node, value: Any) -> Any:
     """What a cast gets: beyond the range of its codes, numbers would wrap around."""
     result = node.meta["val"]
-    if not isinstance(result, Tensor) or result.dtype not in CODES or not torch.is_floating_point(value):
+    if not isinstance(result, Tensor) or result.dtype not in INTEGER_CODES or not torch.is_floating_point(value):
         return value
     bounds = torch.iinfo(result.dtype)
     return value.clamp(bounds.min, bounds.max)

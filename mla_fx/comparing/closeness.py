@@ -1,7 +1,5 @@
 """How far values are from exact ones, and how far they may be, also because of choices that rounding flips."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -9,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import CODES
+from .inputs import INTEGER_CODES
 
 TIMES = 2
 ULPS = 4
@@ -139,7 +137,7 @@ class Envelope:
     def __init__(self, what: str, mine: Tensor, plain: Tensor, exact: Tensor) -> None:
         self.what = what
         self.is_alike = mine.shape == exact.shape and mine.dtype == plain.dtype
-        self.are_numbers = exact.is_floating_point() or exact.is_complex() or exact.dtype in CODES
+        self.are_numbers = exact.is_floating_point() or exact.is_complex() or exact.dtype in INTEGER_CODES
         self.mine, plain, self.exact = (_rows(numbers(value)) for value in (mine, plain, exact))
         self.seen = self.exact == self.mine if self.is_alike else torch.zeros(0)
         if not self.is_alike or not self.are_numbers:

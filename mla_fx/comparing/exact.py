@@ -1,8 +1,6 @@
 """Runs an operator graph next to the compiled one: in its own precision, or in one that hardly rounds. No input is
 written."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -65,7 +63,6 @@ class Dry(Interpreter):
         return Results(outputs, {place: self.as_compared(given[place]) for place in places}, self.values)
 
     def as_compared(self, value: Any) -> Any:
-        """A value in the form in which it is compared."""
         return value
 
     def _kept(self, value: Any, writable: Collection[int]) -> Any:

@@ -4,8 +4,6 @@ As the graph is and as the plan would make it, the calls around one operator run
 that views really share. What other calls read of it is compared, and what the graph's inputs hold in the end. The
 operator itself is any function of its operands: that its two forms compute the same is for its own tests."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any

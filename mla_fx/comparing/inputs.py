@@ -1,7 +1,5 @@
 """Random values for what a region reads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +14,7 @@ from .small_sizes import Numbers
 
 SPREAD = 0.25  # numbers are so small that an epsilon beside their squares is noticed
 VISIBLE, MORE_VISIBLE = 0.7, 0.95  # of flags, in the first attempts and later
-CODES = (torch.int8, torch.uint8)  # numbers; wider whole numbers are places or names, as those of experts
+INTEGER_CODES = (torch.int8, torch.uint8)  # numbers; wider whole numbers are places or names, as those of experts
 LEAST = (-1, 1, 3, 0)  # the smallest whole numbers of the first attempts; a program may subtract from them
 TRIES = 16
 
@@ -63,7 +61,7 @@ class Inputs:
             return values.abs() if self.are_factors_positive and values.numel() == 1 else values
         if dtype == torch.bool:
             return self._flags(sizes)
-        if dtype in CODES:
+        if dtype in INTEGER_CODES:
             return self._codes(dtype, sizes)
         return self._places(sizes).to(dtype)
 

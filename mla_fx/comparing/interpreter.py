@@ -1,7 +1,5 @@
 """Runs the calls of graphs and plans on small tensors, of float64 or of the program's own dtypes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

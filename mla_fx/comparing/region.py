@@ -15,7 +15,7 @@ from mla_fx.graph.torch_private import tree_leaves
 from mla_fx.graph.walk import FEW, few_behind
 from mla_fx.rewriting.draft import Change, Draft, fake_of, value_of
 
-from .inputs import CODES
+from .inputs import INTEGER_CODES
 from .small_sizes import EQUATIONS, KERNEL, SMALL, Equation, Numbers, Shape, numbers_of, of_bytes, small_sizes, times
 
 aten = torch.ops.aten
@@ -96,7 +96,6 @@ class Region:
 
     @property
     def values(self) -> Iterator[Any]:
-        """The fake values of everything in it."""
         return map(fake_of, (*self.leaves, *self.calls))
 
     def sizes(self, numbers: Numbers) -> set[int]:
@@ -200,7 +199,7 @@ def _origins(source: Node) -> Iterable[Node]:
     value = source.meta.get("val")
     if source.op != "call_function" or not isinstance(value, Tensor):
         return ()
-    node, is_rounded = source, value.dtype in CODES
+    node, is_rounded = source, value.dtype in INTEGER_CODES
     for _ in range(FEW):
         operands = _tensors(node)
         is_rounded |= node.target in ROUNDS

@@ -3,8 +3,6 @@
 These are of the same shapes, strides and dtypes as the user's, and about as large. Of the user's numbers they know only
 rounded statistics; equal numbers are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -106,7 +104,6 @@ class Like:
     ascending: bool = False
 
     def __repr__(self) -> str:
-        """The call that makes it."""
         given = [getattr(self, part.name) for part in fields(self)[:3]]
         named = {part.name: getattr(self, part.name) for part in fields(self)[3:]}
         defaults = {part.name: part.default for part in fields(self)[3:]}
@@ -114,7 +111,6 @@ class Like:
         return f"Like({', '.join([*map(repr, given), *more])})"
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """A tensor with this layout."""
         sizes = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
         drawn = self._numbers(tuple(sizes), generator)
         memory = torch.empty_strided(sizes, self.stride, dtype=self.dtype)

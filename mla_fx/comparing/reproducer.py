@@ -3,8 +3,6 @@
 It holds graphs as functions, and what random inputs look like. The graphs are those of the guilty layer if the
 difference shows there, else the whole ones. `mla_fx.comparing.reproduce` runs them."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence

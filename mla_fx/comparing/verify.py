@@ -12,8 +12,6 @@ equal. Choices, as of experts or codes, are those of the original graph. A resul
 another choice that rounding flips, between almost equal scores: `choices` and `Envelope` bound how far. Values that
 depend on a random number are checked by the first comparison only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Reports, dumps and verification, and what is said where an optional dependency is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 
 

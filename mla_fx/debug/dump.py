@@ -1,8 +1,6 @@
 """A folder with one file per pass, their index, and the page of the graph: one HTML file with its passes, its misses,
 and its layers, one of each kind, before and after the passes, node by node."""
 
-from __future__ import annotations
-
 import contextlib
 import html
 import itertools

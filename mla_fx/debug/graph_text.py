@@ -262,7 +262,6 @@ class RecordedStage:
 
     @property
     def titled(self) -> str:
-        """The text, with the name of the stage."""
         return f"# {one_line(self.name)}{self.text.removeprefix(A_GRAPH)}"
 
 

@@ -1,8 +1,6 @@
 """Models of many layers, for `explain`: of equal layers, the first is computed, and the others pass their input on.
 Only for meta tensors, where no result is lost."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Memory: what a graph holds at once, and what a report says about it."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

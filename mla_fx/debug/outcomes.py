@@ -37,7 +37,6 @@ class Miss:
 
     @property
     def sentence(self) -> str:
-        """The reason and the place."""
         where = ", ".join(part for part in (self.node and f"at {self.node}", self.source, self.module) if part)
         return self.reason + (f" ({where})" if where else "")
 
@@ -110,7 +109,6 @@ def outcomes_of(report: Fused) -> dict[str, list[Outcome]]:
 
 
 def rows_of(layers: Layers) -> list[Row]:
-    """A row for each kind of layer."""
     alike: dict[tuple[Any, ...], list[str]] = {}
     for path, outcomes in layers.items():
         kind = _list_of(path), *(outcome.kind for outcome in outcomes)

@@ -1,8 +1,6 @@
 """The graph after each pass as text, in the report, in a folder, and in torch's own logs: its structured trace, which
 `tlparse` shows, and TORCH_LOGS=mla_fx, which has reports, too."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

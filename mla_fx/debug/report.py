@@ -157,7 +157,6 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """The target and what fused, in a line."""
         if not self.target:
             return "mla_fx: nothing was compiled"
         where = f" in {len(self.parts)} graphs" if self.parts else ""
@@ -199,7 +198,6 @@ class Report:
 
 
 def _plain(value: Any) -> Any:
-    """A part of a report as JSON values."""
     if is_dataclass(value) and not isinstance(value, type):
         return {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
     if isinstance(value, dict):

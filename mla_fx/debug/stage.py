@@ -1,7 +1,5 @@
 """What a dumped graph imports: it runs the graph on random inputs and prints what comes out."""
 
-from __future__ import annotations
-
 import re
 import sys
 import zlib

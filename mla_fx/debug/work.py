@@ -6,8 +6,6 @@ and write their results once. Operators that pick rows read what they return. Ro
 is what they are written to; of a cache in pages, as many pages are read as its table has. Symbols have their sizes in
 this example."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Callable

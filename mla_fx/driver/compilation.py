@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fx.comparing.verify import Verification
 from mla_fx.debug.recorder import Recorder, tell
 from mla_fx.debug.report import Report
-from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError
+from mla_fx.errors import FusionError, MlaWarning, OptionError, VerificationError, first_line
 from mla_fx.graph.provenance import INPUT_NAME, code_of, plain_path
 from mla_fx.graph.torch_compilers import input_path, is_saving, passing_dynamo, static_inputs
 from mla_fx.options import AUTO, Options, parse
@@ -161,7 +161,7 @@ class Compilation:
                 return self._verified(run, gm).around(compiled) if run.rewritten is not None else compiled
             except Exception as error:
                 if self.is_dry:
-                    self.report.notes.append(f"{self.target.name} {NOT_COMPILED}: {_first_line(error)}")
+                    self.report.notes.append(f"{self.target.name} {NOT_COMPILED}: {first_line(error)}")
                     return gm
                 if not run.is_changed:
                     raise
@@ -243,7 +243,6 @@ class Compilation:
         return not self.is_broken
 
     def load_report(self, graph_key: str | None) -> bool:
-        """Use the saved report for this compilation."""
         found = compile_caches.load(self.key, self.source, graph_key) if self.key and graph_key else None
         if found is not None:
             self.use_report(found)
@@ -327,10 +326,6 @@ def through_dynamo(error: Exception) -> Exception:
     """Let our own errors reach the user without a BackendCompilerFailed around them."""
     is_ours = isinstance(error, (OptionError, FusionError, VerificationError))
     return passing_dynamo(error) if is_ours else error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _weights(gm: GraphModule) -> Set[Node]:

@@ -4,8 +4,6 @@ Inductor takes a graph from its cache without calling the pass that once rewrote
 the graph was compiled. So the pass counts the report that it saves, and what is counted later without it is the report
 of a cached graph."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -96,7 +94,6 @@ def _path(key: tuple[str, ...]) -> Path:
 
 
 def as_text(report: Report) -> str:
-    """The report of one graph as JSON."""
     return json.dumps(report.to_dict())
 
 

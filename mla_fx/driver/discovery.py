@@ -3,8 +3,6 @@
 A user's own patterns are elsewhere: in a module or package named by an entry point of the group `mla_fx.patterns`, or
 in a folder passed to `register_patterns`."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

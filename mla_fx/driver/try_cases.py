@@ -1,7 +1,5 @@
 """Tries a rule on its cases; the tests of every pattern are generated from this."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import sys

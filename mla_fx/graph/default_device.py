@@ -1,7 +1,5 @@
 """The compiler's own tensors, which a user's default device does not move."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

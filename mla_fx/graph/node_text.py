@@ -1,8 +1,6 @@
 """A node as Python source: its call, and as comments its result and what it replaced; and a graph as a function of its
 inputs, by their names. No tensor's values are shown."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -176,7 +174,6 @@ class Source:
         return [f"import {module}" for module in sorted({"torch", *modules})]
 
     def namespaces(self) -> list[str]:
-        """Name the namespaces of the operators."""
         targets = (node.target for node in self.graph.nodes)
         names = sorted({target.namespace for target in targets if isinstance(target, OpOverload)})
         return [f"{name} = torch.ops.{name}" for name in names]

@@ -1,7 +1,5 @@
 """Where a node comes from: its operator, rule, source line and module, and the user's name for it."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter
@@ -12,7 +10,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 
 from mla_fx.ops import ATTENTION, form
 
-from .schemas import Call, named_arguments
+from .schemas import CallLike, named_arguments
 from .torch_private import OpOverload
 
 _VARIABLE = re.compile(r"^[LG]\['(?P<name>\w+)'\](?P<dot>\.?)")
@@ -34,7 +32,7 @@ def count_fused(graph: Graph) -> dict[str, int]:
     return dict(Counter(name for node in graph.nodes if (name := fused_name(node)) is not None))
 
 
-def fused_name(node: Call) -> str | None:
+def fused_name(node: CallLike) -> str | None:
     """The name of the called fused operator, or of the form of it that people know; the same for its in-place form;
     None for other nodes."""
     target = node.target
@@ -99,7 +97,6 @@ def label_of(node: Node) -> str:
 
 
 def placed_name(node: Node) -> str:
-    """The name of a node, and the module that made it."""
     where = module_of(node)
     return f"{node.name} of {where}" if where else node.name
 

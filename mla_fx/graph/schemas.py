@@ -1,8 +1,6 @@
 """What the operators' schemas say of calls: the names of arguments, which values share memory as views do, and what
 reads or writes through them."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Iterator
@@ -32,7 +30,7 @@ COPIES = frozenset({aten.copy_.default, aten.copy.default})
 MAY_COPY = frozenset({"reshape", "reshape_as", "contiguous", "flatten", "ravel", "to", "type_as"})
 
 
-class Call(Protocol):
+class CallLike(Protocol):
     """A node, or a call that is not in a graph yet."""
 
     target: Any
@@ -40,7 +38,7 @@ class Call(Protocol):
     kwargs: Any
 
 
-def named_arguments(call: Call) -> Iterator[tuple[str, Any]]:
+def named_arguments(call: CallLike) -> Iterator[tuple[str, Any]]:
     """The arguments that are given; those of a function without a schema have no names."""
     names = names_of(call.target) if isinstance(call.target, OpOverload) else ("",) * len(call.args)
     yield from zip(names, call.args, strict=False)
@@ -50,6 +48,13 @@ def named_arguments(call: Call) -> Iterator[tuple[str, Any]]:
 @functools.cache
 def names_of(target: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in target._schema.arguments)
+
+
+@functools.cache
+def updated_arguments(target: OpOverload) -> dict[int, str]:
+    """The results that are updated arguments: position of the result -> name of the argument."""
+    arguments, results = names_of(target), [result.name.removesuffix("_out") for result in target._schema.returns]
+    return {place: name for place, name in enumerate(results) if name in arguments}
 
 
 def may_share(node: Node) -> list[Node]:

@@ -1,7 +1,5 @@
 """Walks through a graph: to what values are computed from, and to dead code, which is removed; in-place writes stay."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Patterns: what an element must be computed from, and the roots that a match starts from."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -36,8 +36,6 @@ ValuePattern(pattern, letters)   what a node computes, with a letter per dimensi
 of `Reads`, which matches the reading's parts in turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from mla_fx.errors import NoMatch

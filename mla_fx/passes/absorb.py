@@ -12,8 +12,6 @@ kind of device has its own threshold. S <= 8 is always absorbed. Above that, a c
 of unknown length: expanding few keys costs little.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch
@@ -21,7 +19,7 @@ from torch.fx import Node
 
 from mla_fx.errors import ByDesign
 from mla_fx.graph.provenance import ORIGINS
-from mla_fx.ops.common.absorption import absorb_query, expand_output
+from mla_fx.ops.emitted.attention.heads import absorb_query, expand_output
 from mla_fx.readings.calls import args_of, named_argument
 from mla_fx.readings.sizes import Size, at_most
 from mla_fx.readings.views import shape_of

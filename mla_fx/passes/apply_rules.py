@@ -1,7 +1,5 @@
 """Applies every rule of a stage at every anchor, and reports the nearest miss where a rule does not fire."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Set
@@ -13,6 +11,7 @@ from torch.fx import Node
 from mla_fx.debug.report import Miss
 from mla_fx.errors import ByDesign, NoMatch
 from mla_fx.graph.provenance import ORIGINS, fused_name, module_of, note_sources, source_of
+from mla_fx.graph.schemas import updated_arguments
 from mla_fx.graph.torch_private import OpOverload, tree_leaves
 from mla_fx.matching.match import Match, NearestMiss
 from mla_fx.ops.common.define import on_arguments
@@ -150,7 +149,6 @@ def _apply(run: Run, rule: Rule, plan: Change) -> None:
 
 
 def _note_origins(emit: Emitter, erased: Iterable[Node]) -> None:
-    """Record on each fused operator which nodes it replaces."""
     origins = [(node.name, source_of(node), module_of(node)) for node in erased]
     for node in emit.added:
         if fused_name(node) is not None:
@@ -204,10 +202,8 @@ def _ask_about_body(run: Run, call: Draft, reason: str) -> None:
 
 def _updates_codes(call: Draft) -> bool:
     """Whether a result is an updated cache of int8 codes, which a functional call copies."""
-    schema = call.target._schema
-    given = {one.name for one in schema.arguments}
-    results = zip(schema.returns, call.value, strict=False) if isinstance(call.value, (tuple, list)) else ()
-    return any(one.name.removesuffix("_out") in given and value.dtype == torch.int8 for one, value in results)
+    is_tuple = isinstance(call.value, (tuple, list))
+    return is_tuple and any(call.value[place].dtype == torch.int8 for place in updated_arguments(call.target))
 
 
 def _first_dtype(value: Any) -> torch.dtype:

@@ -1,7 +1,5 @@
 """Keys that a model chooses by top-k before it attends, where attention to them is not fused in its sparse form."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

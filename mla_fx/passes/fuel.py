@@ -1,7 +1,5 @@
 """How many rewrites may be applied: what finds the one that is wrong."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

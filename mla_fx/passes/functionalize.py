@@ -4,8 +4,6 @@ AOTAutograd keeps a graph functional by wrapping an in-place call: `auto_functio
 returns the results of that form, followed by the new value of each base, i.e. of each tensor that the form mutates.
 After this pass a target sees only the functional form of each operator, whether the user or a rule called it."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections import Counter

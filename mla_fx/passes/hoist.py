@@ -11,8 +11,6 @@ numbers    A captured graph would repeat the numbers that the host got in its fi
            copied to the host at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator
@@ -252,7 +250,6 @@ def _before_reshapes(value: Node, reshapes: Set[Any] = RESHAPES) -> Node:
 
 
 def _views(source: Node) -> Iterator[Node]:
-    """A value and its reshapes."""
     yield source
     for user in source.users:
         if user.target in FLAT:

@@ -1,7 +1,5 @@
 """The list of passes in order. After each pass, one hook checks, times, records and dumps the graph."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

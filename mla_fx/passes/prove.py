@@ -1,7 +1,5 @@
 """The one way to change a graph: a plan is proved, as the option `prove` asks, and then applied."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import Node
 

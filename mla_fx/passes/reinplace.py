@@ -1,7 +1,5 @@
 """Turns cache updates into in-place updates where nothing reads the old cache afterwards."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ from torch.fx.node import map_aggregate
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import placed_name
-from mla_fx.graph.schemas import may_share, names_of, owner, readers, stride_readers, surely_shares, writers
+from mla_fx.graph.schemas import may_share, owner, readers, stride_readers, surely_shares, updated_arguments, writers
 from mla_fx.graph.torch_private import OpOverload
 from mla_fx.graph.walk import unread_without
 from mla_fx.ops import Operator, catalogue
@@ -41,7 +39,6 @@ class Update:
 
     @property
     def value(self) -> Node:
-        """The value that is copied back."""
         return args_of(self.copy_back)[1]  # type: ignore[no-any-return]  # the operand of a copy is a node
 
     @property
@@ -75,7 +72,7 @@ def reinplace(graph: Graph, apply: Apply) -> Counter[str]:
 
 def _updates(node: Node, form: Operator) -> list[Update]:
     """The cache updates of an operator, each into a graph input of its own. Raises NoMatch if one does not qualify."""
-    results = _written_results(form).items()
+    results = updated_arguments(form.overload).items()
     return [_update(node, position, name) for position, name in results if _is_used(node, position, name)]
 
 
@@ -83,13 +80,6 @@ def _is_used(node: Node, position: int, name: str) -> bool:
     """Whether a cache counts as updated: False for one without elements whose result is unread."""
     given = named_argument(node, name)
     return not isinstance(given, Node) or 0 not in shape_of(given) or bool(_results(node, position))
-
-
-def _written_results(form: Operator) -> dict[int, str]:
-    """The results that are updated arguments: position of the result -> name of the argument."""
-    arguments = names_of(form.overload)
-    names = [result.name.removesuffix("_out") for result in form.overload._schema.returns]
-    return {place: name for place, name in enumerate(names) if name in arguments}
 
 
 def _update(node: Node, position: int, name: str) -> Update:
@@ -190,7 +180,7 @@ def _scattered(element: Element, place: tuple[Index, ...]) -> tuple[_Part, _Part
 
 def _in_place(emit: Emitter, node: Node, form: Operator, updates: list[Update]) -> Change:
     """The in-place form instead of a call, and the caches themselves instead of its results and of what is copied."""
-    updated, value = _written_results(form), node.meta["val"]
+    updated, value = updated_arguments(form.overload), node.meta["val"]
     kept = [position for position in range(len(form.overload._schema.returns)) if position not in updated]
     call = Draft(form.inplace, node.args, node.kwargs, tuple(value[position] for position in kept), meta=node.meta)
     new_of: dict[Node, Draft | Node] = {node: call}

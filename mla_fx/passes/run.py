@@ -1,8 +1,6 @@
 """The state of one graph on its way through the passes, the type of a pass, and the invariants that hold after each
 pass. The checks of these are cheap enough to run always."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections import Counter

@@ -4,8 +4,6 @@ Triage is cheap and goes by the names of the called functions, so it reads Dynam
 decides only what the report says about a graph, whether patterns are tried on it, and whether it may contain MLA even
 though nothing was recognised."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 bounds, what its results replace, and pages in FRACTAL_NZ, [Blocks, Columns/n0, BlockSize, n0], where n0 elements take
 32 bytes."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Sequence

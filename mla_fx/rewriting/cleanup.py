@@ -1,7 +1,5 @@
 """Restores a graph to an earlier state, and removes what a rewrite leaves unused."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import operator

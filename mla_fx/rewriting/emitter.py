@@ -1,7 +1,5 @@
 """Drafts the calls of a plan, and adds drafts to a graph."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

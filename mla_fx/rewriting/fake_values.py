@@ -1,7 +1,5 @@
 """Computes the fake values of calls: shape, strides and dtype of a result before the call runs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Traces functions of tensors into the calls that they make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

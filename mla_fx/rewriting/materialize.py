@@ -59,8 +59,6 @@ def scaled_by(scales: Scales | None, value: Expression, dims: Dims) -> Expressio
 
 
 class _Sized(NamedTuple):
-    """An expression and its sizes."""
-
     value: Expression
     sizes: tuple[Size, ...]
 

@@ -1,8 +1,6 @@
 """Operands made of several values: adjacent parts of one tensor, rotary tables, attention in parts, and the masks of
 attention scores."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

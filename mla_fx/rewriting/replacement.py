@@ -1,7 +1,5 @@
 """Replaces values by values: drafts a plan, lays its results out, and checks that no input is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 

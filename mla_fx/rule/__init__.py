@@ -8,8 +8,6 @@ which operator is called on which operands, and which old values its results rep
 results are computed from would not enter the operator, or if the program rounds more coarsely than the operator.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol

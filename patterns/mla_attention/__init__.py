@@ -35,8 +35,8 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fx.cases import Case, Layer, NoRotaryPart
-from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.ops.common.math import nan_where_blind
+from mla_fx.ops.emitted.attention.heads import absorb_query, expand_output
 from mla_fx.rule import (
     AttentionPattern,
     Match,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch_npu  # noqa: F401  registers the operators that torchair converts
 import torchair
-from mla_fx.lowering.ascend.stub import engine
+from mla_fx.lowering.ascend.stub import environment
 from torch import Tensor
 from torchair._ge_concrete_graph import fx2ge_converter
 from torchair.core import _backend
@@ -67,7 +67,7 @@ def _read_formats(graph: Any, inputs: Sequence[Tensor]) -> None:
 
 _update_internal_format_from_inputs = fx2ge_converter._update_internal_format_from_inputs
 fx2ge_converter._update_internal_format_from_inputs = _read_formats
-engine.leave_out()
+environment.leave_out_engine()
 _backend.TorchNpuGraph = Executor
 formats.register()
 torch.backends.cuda.enable_flash_sdp(False)  # PyTorch's flash attention for the CPU, which is on no NPU

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from mla_fx.lowering.ascend import numbers_of_sizes
-from mla_fx.lowering.ascend.operators.attention import latents
+from mla_fx.lowering.ascend.operators import attention
 
 from mla_fx.ops.common.sample import Sampler
 from npu import user_calls
@@ -185,8 +185,8 @@ def test_options_that_the_kernel_refuses(converted, monkeypatch, fault):
 
 
 def change_blocks(monkeypatch, change):
-    whole = latents.paged
-    monkeypatch.setattr(latents, "paged", lambda a, keys: whole(replace(a, block_table=change(a.block_table)), keys))
+    whole = attention.paged
+    monkeypatch.setattr(attention, "paged", lambda a, keys: whole(replace(a, block_table=change(a.block_table)), keys))
 
 
 def test_negative_blocks_are_the_first(converted, monkeypatch):
@@ -196,12 +196,12 @@ def test_negative_blocks_are_the_first(converted, monkeypatch):
 
 
 def test_negative_blocks_are_handed_on(converted, monkeypatch):
-    whole = latents.in_parts
+    whole = attention.in_parts
 
     def as_given(table, count):
         return whole(torch.where(table == BLOCKS - 2, -2, table), count)
 
-    monkeypatch.setattr(latents, "in_parts", as_given)
+    monkeypatch.setattr(attention, "in_parts", as_given)
     with pytest.raises(ValueError, match=r"block_table has \[-2\] for sequence 1; blocks are 0 to 3"):
         COMPARISONS["pages"](converted)
 

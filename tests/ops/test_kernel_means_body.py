@@ -15,7 +15,6 @@ from lib.kernels import doubled
 from mla_fx.lowering.cpu import attention as over_rows
 from mla_fx.lowering.cpu import attention_over_rows, prompts
 from mla_fx.lowering.loops import attention as loops
-from mla_fx.lowering.loops import latents as loops_of_latents
 
 from mla_fx.ops.emitted import paged_attention
 from mla_fx.ops.emitted.attention import heads, pages, tiles
@@ -162,8 +161,8 @@ PATHS = {
     "tiles": (lambda a: a, heads.expanded, heads.tiled, {"SHORT": 2**20, "TILE": 2, "FEW": 1}),
     "short": (lambda a: a, heads.expanded, loops.short, {}),
     "absorbed": (always, attention.body, loops.compiled, {}),
-    "latent, undivided": (latent_arguments, attention.body, loops_of_latents.in_parts, {}),
-    "latent, parts": (latent_arguments, attention.body, loops_of_latents.in_parts, {"PART": 1}),
+    "latent, undivided": (latent_arguments, attention.body, loops.in_parts, {}),
+    "latent, parts": (latent_arguments, attention.body, loops.in_parts, {"PART": 1}),
     "latent, tiles": (latent_arguments, attention.body, attention.kernel, {"TILE": 2, "FEW": 1}),
     "latent, pages": (paged_latents, attention.body, attention.kernel, {"TILE": 2, "FEW": 1}),
     "latent, copies": (paged_latents, attention.body, loops.from_copies, {}),
@@ -196,7 +195,7 @@ def narrowed(monkeypatch):
 
     def narrow(limits):
         for name, limit in limits.items():
-            for module in (tiles, loops_of_latents, paged_attention, prompts):
+            for module in (tiles, loops, paged_attention, prompts):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, limit)
 

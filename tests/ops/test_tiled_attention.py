@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 from mla_fx.lowering import loops
-from mla_fx.lowering.loops import attention as loops_of_heads
-from mla_fx.lowering.loops import costs
-from mla_fx.lowering.loops import latents as loops_of_latents
+from mla_fx.lowering.loops import attention as loops_of_attention
 from mla_fx.lowering.loops.attention import IN_TILES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -72,7 +70,8 @@ TILED = {
 
 def ways(form):
     """What a call runs, and what a compiler of loops gets; attention alone of both."""
-    return map(alone, (attention.kernel, loops_of_heads.compiled if form == "heads" else loops_of_latents.in_parts))
+    compiled = loops_of_attention.compiled if form == "heads" else loops_of_attention.in_parts
+    return map(alone, (attention.kernel, compiled))
 
 
 def alone(way):
@@ -91,7 +90,7 @@ def graph_of(function, a, decompositions=None):
 
 def calls_own(a):
     """Wherever a call may use it: with a mask that is one of two branches."""
-    whole = graph_of(loops_of_heads.compiled, a).owning_module
+    whole = graph_of(loops_of_attention.compiled, a).owning_module
     graphs = [module.graph for module in whole.modules() if isinstance(module, GraphModule)]
     return any(node.target is OWN for graph in graphs for node in graph.nodes)
 
@@ -99,7 +98,7 @@ def calls_own(a):
 @pytest.fixture(params=["few scores", "many scores"])
 def has_few_scores(request, monkeypatch):
     if request.param == "many scores":
-        monkeypatch.setattr(costs, "FEW_SCORES", 0)
+        monkeypatch.setattr(loops_of_attention, "FEW_SCORES", 0)
         monkeypatch.setattr(attention, "fit_a_tile", lambda *_: False)
     return request.param == "few scores"
 
@@ -120,13 +119,13 @@ def test_prompts_answer_as_the_body(name, has_few_scores):
 def test_tiles_answer_as_the_body(monkeypatch, form, name, tile):
     monkeypatch.setattr(tiles, "TILE", tile)
     monkeypatch.setattr(tiles, "FEW", 1)
-    monkeypatch.setattr(costs, "FEW_SCORES", 0)
+    monkeypatch.setattr(loops_of_attention, "FEW_SCORES", 0)
     lower = loops.lowerings(alone=False)[attention.operator.overload]
     for given in ({}, {"max_absorbed_tokens": STEPS}) if form == "heads" else ({},):
         a = arguments(form, **(HIDING | FILLED | TILED)[name], **given)
         torch.testing.assert_close(attention.kernel(a)[0], attention.body(a)[0], rtol=1e-9, atol=1e-9)
         if form == "heads" and name not in TILED and not given:
-            assert lower(**vars(a)).__wrapped__ is loops_of_heads.compiled
+            assert lower(**vars(a)).__wrapped__ is loops_of_attention.compiled
         else:
             with pytest.raises(NoMatch, match=IN_TILES):
                 lower(**vars(a))
@@ -137,7 +136,7 @@ def test_tiles_answer_as_the_body(monkeypatch, form, name, tile):
 @pytest.mark.parametrize("name", [*HIDING, *FILLED, *TILED, "mask of each sequence"])
 def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
     """Products are divided at the end, and a batch goes in parts."""
-    monkeypatch.setattr(loops_of_latents, "PART", 1)
+    monkeypatch.setattr(loops_of_attention, "PART", 1)
     masks = {"mask of each sequence": {"mask": normal(batch, 1, STEPS, CONTEXT) > 0}}
     given = (HIDING | FILLED | TILED | masks)[name]
     if "context_lens" in given and len(given["context_lens"]) > 1:
@@ -147,14 +146,14 @@ def test_few_queries_answer_as_the_body(monkeypatch, name, batch):
     for way in ways("latents"):
         torch.testing.assert_close(way(a), attention.body(a)[0], rtol=1e-9, atol=1e-9)
     bmm = torch.ops.aten.bmm.default
-    products = [node for node in graph_of(loops_of_latents.in_parts, a).nodes if node.target is bmm]
+    products = [node for node in graph_of(loops_of_attention.in_parts, a).nodes if node.target is bmm]
     assert len(products) == 3 * {1: 1, 2: 2, 3: 3, 5: 1}[batch]
 
 
 def test_pages_go_by_tiles_of_rows_too(monkeypatch):
     monkeypatch.setattr(tiles, "TILE", 2 * HEADS * 20 * 5)
     monkeypatch.setattr(tiles, "FEW", 1)
-    monkeypatch.setattr(costs, "FEW_SCORES", 0)
+    monkeypatch.setattr(loops_of_attention, "FEW_SCORES", 0)
     table, pages = torch.tensor([[3, -2, 0, 5, 1], [2, 4, 4, 1, 0]]), {"kv_cache": normal(6, 4, 16)}
     pages["kr_cache"] = normal(6, 4, 4)
     for form in FORMS:
@@ -224,7 +223,7 @@ def test_a_long_prompt_keeps_no_scores(target, given):
             "context_lens": torch.empty(1, dtype=torch.int64),
             "mask": torch.empty(1, 1, steps, steps, dtype=torch.bool),
         }
-        graph = graph_of(loops_of_heads.compiled, long_prompt(**{given: values[given]}), table)
+        graph = graph_of(loops_of_attention.compiled, long_prompt(**{given: values[given]}), table)
     activations = 2 * steps * heads * (192 + 192 + 128 + 128)
     assert peak_of_temporaries(graph) <= 3 * activations
     tensors = [value for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]

@@ -242,7 +242,7 @@ def test_one_sequence_is_not_packed():
 
 def test_targets_may_refuse(monkeypatch):
     from mla_fx.lowering import reference
-    from mla_fx.lowering.ascend.operators.attention.heads import PACKED
+    from mla_fx.lowering.ascend.operators.attention import PACKED
 
     def refuse(*args, **options):
         raise NoMatch(PACKED)

@@ -7,8 +7,6 @@ at the tag of the release. `base`, `ds` and `950` are kv_rms_norm_rope_cache_bas
 .._ds_tiling.cpp and .._regbase_full_load_tiling.cpp, `def` is kv_rms_norm_rope_cache_def.cpp. This code begins with
 v8.5.0, so 8.5.0.alpha001 has its rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -155,7 +153,6 @@ def refuse_pages(a: Arguments) -> None:
 
 
 def plain(surface: Surface, a: Arguments) -> tuple[Tensor, ...]:
-    """The results of `mla_fx.kv_rmsnorm_rope_cache`."""
     if a.cache_mode == "NZ":
         k_cache, ckv_cache, *rows = vendor_call(of_pages(a, *CACHES))
     elif is_unpaged(a):

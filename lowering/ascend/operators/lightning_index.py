@@ -6,8 +6,6 @@ ops-transformer.
 SparseFlashAttention takes keys and lengths alike: rows [B, T, 1, D] or pages of them, and lengths as tensors on the
 device, so that a captured graph reads them at each replay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from mla_fx.errors import NoMatch
 from mla_fx.ops.common.sizes import largest
 from mla_fx.ops.emitted import lightning_index
-from mla_fx.ops.emitted.attention.pages import context_of
+from mla_fx.ops.emitted.attention.pages import context_of, from_start
 from mla_fx.ops.emitted.lightning_index import Arguments
 from mla_fx.target import Compiled
 
@@ -111,9 +109,3 @@ def keys_of(cache: Tensor, block_table: Tensor | None) -> tuple[Tensor, Tensor |
     if block_table is None:
         return keys, None
     return keys, from_start(block_table, cache.shape[0]).to(torch.int32)
-
-
-def from_start(block_table: Tensor | None, blocks: int) -> Tensor:
-    """The table with every block counted from the start."""
-    assert block_table is not None, "there is one"
-    return torch.where(block_table < 0, block_table + blocks, block_table)

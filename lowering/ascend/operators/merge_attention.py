@@ -2,8 +2,6 @@
 
 The source is op-plugin's document of that operator (August 2026)."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

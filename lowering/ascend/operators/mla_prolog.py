@@ -5,8 +5,6 @@ otherwise. GE orders reads and writes only by data dependencies, so a reader of 
 overwritten. They therefore write to copies. torchair removes such copies only for the third interface, so each step
 copies both caches here. A captured graph would contain the hidden mutation too, and is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +31,8 @@ OWN_MODES = ("Norm", "BSND", "NZ")  # not in the vendor's first interface
 # Of the first two interfaces.
 DENSE = ("token_x", "weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos")
 TOKENS = 16  # S of token_x [B, S, He], at most
-SCALES = ("qc_qr_scale", "kc_scale")
-OWN = ("rope_layout", "gamma_after_cast", *SCALES)  # arguments that only `mla_fx.mla_prolog` has
+FACTORS = ("qc_qr_scale", "kc_scale")
+OWN = ("rope_layout", "gamma_after_cast", *FACTORS)  # arguments that only `mla_fx.mla_prolog` has
 
 V2 = CommonRules(hidden=(7168,), query_ranks=(1536,), nope=(128,), pages=(16, 128), cache_modes=("PA_BSND", "PA_NZ"))
 VERSIONS = {"v1": ("MlaProlog", replace(V2, heads=(32, 64, 128))), "v2": ("MlaPrologV2", V2)}
@@ -84,7 +82,7 @@ def refuse_unsupported(surface: Surface, a: Arguments) -> None:
     limits.choice("cache_mode", a.cache_mode, kernel, allowed.cache_modes)
     if a.token_x.ndim == 3:
         limits.between("token_x has S", a.token_x.shape[1], kernel, 1, TOKENS)
-    for name in SCALES:
+    for name in FACTORS:
         if (scale := getattr(a, name)) != 1.0:
             raise NoMatch(f"{name} is {scale:.6g}; {kernel} has no such factor, MlaPrologV3 does")
     prolog_form.refuse_sizes(a, allowed, kernel, kernel)

@@ -4,8 +4,6 @@ The source is the public host code, whose failure makes a device refuse the call
 attention/mla_prolog/op_host/mla_prolog_tiling_check.cpp and `tiling` mla_prolog_tiling.cpp beside it, at the tag or
 commit that a table names, with the line. Repositories: gitcode.com/cann/ops-transformer, and its mirror hicann."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

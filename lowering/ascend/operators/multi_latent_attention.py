@@ -4,8 +4,6 @@ GE has no converter for ATB's, and torchair does not update its lengths between 
 length is captured anew. So it is called only where the other kernel does not take the call. ATB leaves the rows of
 sequences without context undefined. `mla_fx.multi_latent_attention` sets them to zero."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

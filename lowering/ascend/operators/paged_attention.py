@@ -4,8 +4,6 @@ Compressed, each key head of a token has a table and a length of its own: the ke
 
 ATB's own operators in torch_npu have neither a converter to GE nor a fake kernel, so no graph can contain them."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
-from mla_fx.ops.called.paged_attention.arguments import Arguments
-from mla_fx.ops.called.paged_attention.options import (
+from mla_fx.ops.called.paged_attention.arguments import (
     BNSD,
     DECODING,
     DEQUANT_FUSION,
@@ -23,6 +20,7 @@ from mla_fx.ops.called.paged_attention.options import (
     UNCOMPRESSED,
     UNMASKED,
     UNQUANTIZED,
+    Arguments,
     read_options,
 )
 from mla_fx.target import Compiled

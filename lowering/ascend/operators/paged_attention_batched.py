@@ -7,25 +7,22 @@ tokens are a prompt (prompt_flash_attention, pages in steps of 128).
 Codes in int8 are decoded only: pages in steps of 32, with scales and offsets [1,Nkv,D] in the dtype of the query. The
 kernel multiplies queries and sums by scales in float32, as if keys and values were not rounded."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.attention import arguments
-from mla_fx.ops.emitted.attention.pages import READS_PAGES
+from mla_fx.ops.emitted.attention.pages import READS_PAGES, from_start
 from mla_fx.ops.emitted.paged_attention import Arguments
 from mla_fx.target import Compiled
 
 from .. import fused_infer_attention_score as kernel
-from .. import fused_infer_attention_score as rules
 from .. import limits
 from ..causal_masks import checked
 from ..fused_infer_attention_score import KERNEL
 from ..limits import Surface
 from ..prolog_form import PAGE_SIZES, page_size
-from .attention.latents import in_parts
+from .attention import in_parts
 
 OPERATOR = "paged_attention.batched"
 CHANNELS = ("key_scale", "value_scale", "key_offset", "value_offset")
@@ -59,16 +56,16 @@ def refuse_heads(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
     take: CheckInputQKVTypeMatch of incre_flash_attention, SetTilingHeadNumRatio and checkPAKeyValueDimsWhenBBH of
     prompt_flash_attention."""
     heads, width, kv_heads = query.shape[-2], query.shape[-1], key_cache.shape[2]
-    limits.size("query has D", width, KERNEL, rules.HEAD_SIZES)
+    limits.size("query has D", width, KERNEL, kernel.HEAD_SIZES)
     limits.size("value_cache has Dv", value_cache.shape[3], KERNEL, (width,))
-    if not limits.holds(heads <= rules.GROUP * kv_heads):
-        takes = f"{KERNEL} takes up to {rules.GROUP} for each of key_cache"
+    if not limits.holds(heads <= kernel.GROUP * kv_heads):
+        takes = f"{KERNEL} takes up to {kernel.GROUP} for each of key_cache"
         raise NoMatch(f"query has {heads} heads and key_cache {kv_heads}; {takes}")
-    if not limits.holds(heads <= rules.MOST_HEADS):
-        raise NoMatch(f"query has {heads} heads; {KERNEL} takes up to {rules.MOST_HEADS}")
-    if not limits.holds(kv_heads * width <= rules.MOST_COLUMNS):
+    if not limits.holds(heads <= kernel.MOST_HEADS):
+        raise NoMatch(f"query has {heads} heads; {KERNEL} takes up to {kernel.MOST_HEADS}")
+    if not limits.holds(kv_heads * width <= kernel.MOST_COLUMNS):
         columns = f"key_cache has {kv_heads} heads of {width} columns"
-        raise NoMatch(f"{columns}; {KERNEL} takes up to {rules.MOST_COLUMNS} together")
+        raise NoMatch(f"{columns}; {KERNEL} takes up to {kernel.MOST_COLUMNS} together")
 
 
 def caches(a: Arguments) -> dict[str, Tensor]:
@@ -83,7 +80,7 @@ def refuse_codes(a: Arguments) -> None:
     tokens = a.query.shape[1]
     if not limits.known_equal(tokens, 1):
         raise NoMatch(f"key_cache has codes and query S = {tokens}; {KERNEL} takes codes with a single token")
-    limits.size("with codes, query has D", a.query.shape[3], KERNEL, rules.CODED_HEAD_SIZES)
+    limits.size("with codes, query has D", a.query.shape[3], KERNEL, kernel.CODED_HEAD_SIZES)
     for name in CHANNELS:
         if (given := getattr(a, name)) is not None:
             limits.dtype(name, given, KERNEL, (a.query.dtype,))
@@ -100,17 +97,14 @@ def refuse_pages(a: Arguments) -> None:
     what = f"with {given}, key_cache has BlockSize = {positions}"
     if page_size(positions, sizes) is None:
         raise NoMatch(f"{what}; {KERNEL} takes multiples of {sizes[-1]}")
-    if has_heads_first(a) and not limits.holds(positions <= rules.HEAD_PAGES[-1]):
-        raise NoMatch(f"{what}; {KERNEL} takes up to {rules.HEAD_PAGES[-1]} if heads come first in a page")
-    blocks, others = a.key_cache.shape[0], a.value_cache.shape[0]
-    if not limits.holds(blocks == others):
-        takes = f"{KERNEL} takes one table, for caches with equal numbers of blocks"
-        raise NoMatch(f"key_cache has {blocks} blocks and value_cache {others}; {takes}")
+    if has_heads_first(a) and not limits.holds(positions <= kernel.HEAD_PAGES[-1]):
+        raise NoMatch(f"{what}; {KERNEL} takes up to {kernel.HEAD_PAGES[-1]} if heads come first in a page")
+    limits.equally_many_blocks(KERNEL, **caches(a))
 
 
 def page_sizes(a: Arguments) -> tuple[int, ...]:
     """Return the sizes of pages that the kernel takes with this number of tokens; a larger block is several pages."""
-    sizes = rules.CODED_PAGE_SIZES if has_codes(a) else PAGE_SIZES
+    sizes = kernel.CODED_PAGE_SIZES if has_codes(a) else PAGE_SIZES
     return sizes if limits.known_equal(a.query.shape[1], 1) else sizes[:1]
 
 
@@ -126,20 +120,21 @@ def plain(surface: Surface, a: Arguments) -> Tensor:
     """[B,S,N,D]."""
     batch, tokens, heads, _ = a.query.shape
     device, heads_first = a.query.device, has_heads_first(a)
-    size = a.key_cache.shape[1] if heads_first else page_size(a.key_cache.shape[1], page_sizes(a))
+    blocks, positions, kv_heads, _ = a.key_cache.shape
+    size = positions if heads_first else page_size(positions, page_sizes(a))
     assert size is not None, "other blocks are refused"
-    context = a.block_table.shape[1] * a.key_cache.shape[1]
+    context = a.block_table.shape[1] * positions
     lengths = kernel.lengths(one_headed(a))
     out = kernel.attend(
         surface,
         turned(a.query, heads_first).contiguous(),
         pages(a.key_cache, size, heads_first),
         pages(a.value_cache, size, heads_first),
-        actual_seq_kvlen=kernel.equal(batch, context, device) if lengths is None else lengths.expand(batch),
-        block_table=table(a, size),
+        actual_seq_kvlen=kernel.of_all(batch, lengths, context, device),
+        block_table=in_parts(from_start(a.block_table, blocks), positions // size),
         block_size=size,
         num_query_heads=heads,
-        num_key_value_heads=a.key_cache.shape[2],
+        num_key_value_heads=kv_heads,
         softmax_scale=a.scale,
         input_layout="BNSD" if heads_first else "BSND",
         **(channels(a) if has_codes(a) else {}),
@@ -168,9 +163,3 @@ def turned(rows: Tensor, heads_first: bool) -> Tensor:
 def pages(cache: Tensor, size: int, heads_first: bool) -> Tensor:
     """A block is a page if its heads come first, else as many pages as it has room for."""
     return cache.transpose(1, 2) if heads_first else cache.reshape(-1, size, cache.shape[2] * cache.shape[3])
-
-
-def table(a: Arguments, size: int) -> Tensor:
-    """Return the table of pages, [B,Blocks]; the operator's numbers of blocks may count from the end."""
-    counted = torch.where(a.block_table < 0, a.block_table + a.key_cache.shape[0], a.block_table)
-    return in_parts(counted, a.key_cache.shape[1] // size)

@@ -1,7 +1,5 @@
 """Lowers rms_norm to torch_npu.npu_rms_norm (RmsNorm in graphs)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

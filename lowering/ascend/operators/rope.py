@@ -1,7 +1,5 @@
 """Lowers rope to torch_npu.npu_interleave_rope or npu_rotary_mul (InterleaveRope and RotaryMul in graphs)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ The stub libraries are built here. Each symbol that torch_npu's binaries need an
 that returns 0; `cann_stub.c` holds the few that must answer something else.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata
@@ -22,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 from mla_fx.errors import OptionError
 
@@ -216,3 +215,15 @@ def _run(*command: Path | str) -> str:
     if done.returncode:
         raise OptionError(f"{command[0]} could not build the stub libraries: {done.stderr.strip()[-300:]}")
     return done.stdout
+
+
+def leave_out_engine() -> None:
+    """Make torchair neither start the engine nor ask which operators it has: the stub libraries have none."""
+    from torchair._ge_concrete_graph import compat_ir, fx2ge_converter  # type: ignore[import-not-found]
+    from torchair.core import _backend  # type: ignore[import-not-found]
+    from torchair.ge import ge_custom as ge  # type: ignore[import-not-found]
+
+    fx2ge_converter.initialize_graph_engine = _backend.initialize_graph_engine = lambda *_: None
+    compat_ir.is_cann_compat = lambda *_, **__: ""  # no complaint about any operator
+    # A converter names inputs and outputs itself, and asks only whether there is such an operator.
+    ge._torchair = SimpleNamespace(get_registered_ir_def=lambda kind: ("SUCCESS", (), (), ()))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .sizes import statically_known_true
 
-Call = TypeVar("Call")
+Record = TypeVar("Record")
 
 
 def store(cache: Tensor, index: Tensor | None, rows: Tensor, cache_mode: str, *, in_place: bool = False) -> Tensor:
@@ -86,7 +86,7 @@ def page_shape(cache: Tensor) -> Tensor:
     return cache.as_strided((blocks, block_size, 1, width), (cache.stride(0), width, width, 1))
 
 
-def of_pages(a: Call, *caches: str, form: Callable[[Tensor], Tensor] = from_nz) -> Call:
+def of_pages(a: Record, *caches: str, form: Callable[[Tensor], Tensor] = from_nz) -> Record:
     """A call in cache_mode "NZ" as the same one in "PA_NZ"."""
     pages: dict[str, Any] = {name: form(getattr(a, name)) for name in caches}
     return replace(a, **pages, cache_mode="PA_NZ")  # type: ignore[type-var]  # arguments are dataclasses

@@ -15,7 +15,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_accumulation_dtype(x: Tensor) -> Tensor:
-    """Convert `x` to its accumulation dtype."""
     return x.to(accumulation_dtype(x.dtype))
 
 
@@ -33,21 +32,20 @@ def normalized(x: Tensor, epsilon: float) -> Tensor:
     return x / (mean_square + epsilon).sqrt()
 
 
-def wide_rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """Return the RMSNorm over the last axis, unrounded, in the accumulation dtype."""
+def wide_rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool = False) -> Tensor:
+    """Return the RMSNorm over the last axis in the accumulation dtype: unrounded, or with gamma_after_cast as
+    `rms_norm` rounds it."""
+    if gamma_after_cast:
+        return to_accumulation_dtype(rms_norm(x, gamma, epsilon, True))
     return normalized(x, epsilon) * gamma
 
 
-def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool, scale: float = 1.0) -> Tensor:
-    """Return the RMSNorm over the last axis times `scale`, rounded to the dtype of `x`.
-
-    gamma is multiplied before that rounding, or after it with `gamma_after_cast`; `scale` is multiplied last.
-    """
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, gamma_after_cast: bool) -> Tensor:
+    """Return the RMSNorm over the last axis, rounded to the dtype of `x`. gamma is multiplied before that rounding, or
+    after it with `gamma_after_cast`."""
     if gamma_after_cast:
-        normed = (normalized(x, epsilon).to(x.dtype) * gamma).to(x.dtype)
-    else:
-        normed = wide_rms_norm(x, gamma, epsilon)
-    return rescaled(normed, scale).to(x.dtype)
+        return (normalized(x, epsilon).to(x.dtype) * gamma).to(x.dtype)
+    return wide_rms_norm(x, gamma, epsilon).to(x.dtype)
 
 
 def rescaled(x: Tensor, factor: float) -> Tensor:

@@ -19,7 +19,7 @@ from mla_fx.ops.common.check import (
     check_tensors,
     scale_dtypes,
 )
-from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.define import Given, Sample, define
 from mla_fx.ops.common.math import check_rope, rope, to_accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 from mla_fx.ops.common.sizes import statically_known_true
@@ -27,7 +27,7 @@ from mla_fx.ops.common.sizes import statically_known_true
 ROPE_LAYOUT = "interleave_half"
 KEY_TILES = 4
 CACHES = ("kv_cache", "kr_cache", "k_scale_cache")
-SCALES = ("dequant_scale", "k_scale_cache", "smooth_scales_cq", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
+SCALE_NAMES = ("dequant_scale", "k_scale_cache", "smooth_scales_cq", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
 RESULTS = ("q_norm_out", "q_norm_scale_out", "query_nope_out", "query_rope_out")
 
 Queries = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -260,7 +260,7 @@ def check(a: Arguments) -> None:
 def check_types(a: Arguments) -> None:
     codes = (torch.int8 if a.quantises_query else a.token_x.dtype,)
     own: dict[str, tuple[torch.dtype, ...]] = {"w_uq_qr": codes, "kv_cache": codes, "cache_index": (torch.int64,)}
-    own |= dict.fromkeys(SCALES, scale_dtypes(a.token_x.dtype))
+    own |= dict.fromkeys(SCALE_NAMES, scale_dtypes(a.token_x.dtype))
     if a.w_dq.dtype == torch.int8:
         own |= dict.fromkeys(("w_dq", "w_dkv_kr"), (torch.int8,))
     check_tensors(vars(a), free=("gamma_cq", "gamma_ckv", "cos", "sin"), skip=own)
@@ -314,7 +314,7 @@ def sample(
     quantised: bool = True,
     int8_tokens: bool = False,
     **options: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Given:
     """`smooth` is the shape of smooth_scales_cq. `quantised` and `int8_tokens` say whether the query and token_x are
     int8."""
     hidden, compressed, heads, nope, rank, width = 32, 24, 3, 8, 16, 4

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.cast import i8_trunc
 from mla_fx.ops.common.check import FLOATS, Sizes, check_devices, check_dtype, check_letters
-from mla_fx.ops.common.define import Sample, define
+from mla_fx.ops.common.define import Given, Sample, define
 from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.paged import Tile, online_softmax, rounded_product
 from mla_fx.ops.common.sample import Sampler
@@ -215,13 +216,11 @@ def sample(dtype: torch.dtype, seed: int, steps: int, kv_heads: int = 2) -> tupl
     return draw.normal(2, steps, 4, 16), *caches, table
 
 
-def in_codes(
-    dtype: torch.dtype, seed: int, steps: int, lens: Tensor, offsets: bool = True
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def in_codes(dtype: torch.dtype, seed: int, steps: int, lens: Tensor, offsets: bool = True) -> Given:
     """A sample whose caches hold codes."""
     query, *caches, table = sample(dtype, seed, steps)
     draw = Sampler(dtype, seed + 100)
-    codes = [(cache * 40).round().clamp(-128, 127).to(torch.int8) for cache in caches]
+    codes = [i8_trunc(40 * cache) for cache in caches]
     scales = [(1 + 0.3 * draw.normal(*cache.shape[2:])) / 40 for cache in caches]
     given = scales + [10 * draw.normal(*cache.shape[2:]) for cache in caches] if offsets else scales
     return (query, *codes, table, lens, None, *given), {"scale": 0.3}

@@ -9,8 +9,7 @@ from lib.ascend_calls import A2, DR, HCKV, B, N, S, caches, calls, index, lower,
 from mla_fx.lowering.ascend import fused_infer_attention_score, toolchain
 from mla_fx.lowering.ascend.fused_infer_attention_score import RULES
 from mla_fx.lowering.ascend.limits import RELEASES
-from mla_fx.lowering.ascend.operators import multi_latent_attention
-from mla_fx.lowering.ascend.operators.attention import latents
+from mla_fx.lowering.ascend.operators import attention, multi_latent_attention
 from npu import ge_releases, refused
 from npu.ge_ops import attention_rules, key_side_rules
 
@@ -92,7 +91,7 @@ def test_pages_of_latents_are_those_of_all_releases(emitted, size):
     tables = {"block_table": index(B, 4), "context_lens": index(B), "is_causal": False}
     call = calls()["latent_attention"] | caches(8, size) | tables | {"mask": None}
     assert callable(lower("latent_attention", of("8.5.0"), **call))
-    latents.attention(A2, latents.Arguments(**call))
+    attention.attend_to_latents(A2, attention.Arguments(**call))
     ((options, is_nz),) = emitted
     assert size % options["block_size"] == 0 and not is_nz
     for release in RELEASES:
@@ -110,7 +109,7 @@ def test_pages_of_latents_in_fractal_nz_are_not_cut(emitted, size, release):
     if not callable(found):
         assert found.startswith(f"kv_cache in FRACTAL_NZ has BlockSize = {size}; {KERNEL} of CANN {release} takes ")
         return
-    latents.attention(A2, latents.Arguments(**call))
+    attention.attend_to_latents(A2, attention.Arguments(**call))
     ((options, is_nz),) = emitted
     assert options["block_size"] == size and is_nz and options["input_layout"] in RULES[release].nz_layouts
 
@@ -135,7 +134,7 @@ def test_fractals_of_other_widths_are_refused(operator):
 @pytest.mark.parametrize("positions", [1, 100, 250, 256])
 def test_contiguous_latents_become_pages_of_all_releases(emitted, positions):
     call = calls()["latent_attention"] | caches(B, positions) | {"mask": None}
-    latents.attention(A2, latents.Arguments(**call))
+    attention.attend_to_latents(A2, attention.Arguments(**call))
     ((options, _),) = emitted
     assert all(options["block_size"] in RULES[release].pages for release in RELEASES)
 

@@ -9,9 +9,8 @@ import torch
 from lib.kernels import compiled_call, doubled, error
 from lib.prompt_calls import BATCH, CALLS, KEYS, NOPE, VALUE, call
 from mla_fx.lowering.cpu import attention as lowering
-from mla_fx.lowering.cpu import costs as cpu_costs
-from mla_fx.lowering.cpu import heads_over_rows, prompts
-from mla_fx.lowering.loops import costs
+from mla_fx.lowering.cpu import costs, heads_over_rows, prompts
+from mla_fx.lowering.loops import attention as loops
 
 from mla_fx.ops.emitted.attention import operator as attention
 
@@ -82,7 +81,7 @@ def test_keys_that_no_row_of_a_part_sees_are_not_read(small, monkeypatch):
 def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
     a = CALLS["condition"]
     assert "mla_attention_over_rows" not in compiled_call(attention.operator, a)[1]
-    monkeypatch.setattr(costs, "FEW_SCORES", 1)
+    monkeypatch.setattr(loops, "FEW_SCORES", 1)
     found, code = compiled_call(attention.operator, a)
     assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code
     torch.testing.assert_close(found, prompts.in_parts(a)[0], rtol=0, atol=0)
@@ -92,7 +91,7 @@ def test_compiled_code_goes_by_parts_of_many_scores(small, monkeypatch):
 def test_heads_over_rows_are_called_where_pairs_are_multiplied(monkeypatch):
     for name in ("condition", "no mask"):
         monkeypatch.setattr(heads_over_rows, "is_fast", lambda a: True)
-        monkeypatch.setattr(cpu_costs, "SCORES_OF_HEADS", 0)
+        monkeypatch.setattr(costs, "SCORES_OF_HEADS", 0)
         a = CALLS[name]
         found, code = compiled_call(attention.operator, a)
         assert "torch.ops.mla_fx.mla_attention_over_rows.default" in code

@@ -15,7 +15,7 @@ from mla_fx.target import modules_of_operators
 
 pytest.importorskip("triton")
 from mla_fx.lowering import cuda
-from mla_fx.lowering.cuda import flash_mla, flashinfer, single_tokens, split_keys
+from mla_fx.lowering.cuda import flash_mla, flashinfer, libraries, split_keys
 
 from . import stand_ins
 
@@ -45,7 +45,7 @@ def call(batch=3, tokens=1, dtype=torch.bfloat16, **options):
 
 
 def run(library, a):
-    return single_tokens.by_tokens(library.run, a)
+    return libraries.by_tokens(library.run, a)
 
 
 def lengths(*numbers):
@@ -128,7 +128,7 @@ OTHERS = {
 def test_flash_mla_leaves_other_caches_to_split_keys(kind, monkeypatch):
     """Addresses say it, when a call runs."""
     calls, a = [], OTHERS[kind](call())
-    monkeypatch.setattr(split_keys, "run", lambda a: (calls.append(a), flash_mla.asked(a))[1])
+    monkeypatch.setattr(split_keys, "run", lambda a: (calls.append(a), libraries.asked(a))[1])
     run(flash_mla, a)
     assert len(calls) == 1
     run(flash_mla, moved(call(), 8))

@@ -3,8 +3,6 @@
 The source is op-plugin's document of that operator (August 2026), and sparse_flash_attention_tiling.cpp of
 ops-transformer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.cast import i8_trunc
 from mla_fx.ops.common.define import Sample
 from mla_fx.ops.common.paged import TILE
 from mla_fx.ops.common.sample import Sampler
@@ -57,9 +58,9 @@ def sample(
     nope = RANK + ROPE * (cache_mode == MERGED)
     query, latent = draw.normal(rows, heads, nope), draw.normal(blocks, TILE, nope)
     arguments: dict[str, Any] = {
-        "q_nope": as_int8(query) if quantized else query,
+        "q_nope": i8_trunc(40 * query) if quantized else query,
         "q_rope": None if cache_mode == MERGED else draw.normal(rows, heads, ROPE),
-        "ctkv": stored(as_int8(latent) if quantized else latent, cache_mode),
+        "ctkv": stored(i8_trunc(40 * latent) if quantized else latent, cache_mode),
         "k_rope": None if cache_mode == MERGED else stored(draw.normal(blocks, TILE, ROPE), cache_mode),
         "block_tables": draw.block_tables(columns, blocks),
         "context_lens": torch.tensor(contexts, dtype=torch.int32),
@@ -80,10 +81,6 @@ def sample(
     words += [WORDS[mask_type]] if mask_type in WORDS else []
     words += ["128 heads"] if heads == 128 else []
     return Sample(", ".join(words), tuple(arguments.values()), options)
-
-
-def as_int8(x: Tensor) -> Tensor:
-    return (x * 40).round().clamp(-128, 127).to(torch.int8)
 
 
 def stored(rows: Tensor, cache_mode: str) -> Tensor:

@@ -24,9 +24,8 @@ from mla_fx.ops.common.paged import (
     row_index,
 )
 
-from .arguments import Arguments
+from .arguments import BNSD, DEQUANT_FUSION, Arguments, Options
 from .masks import read_mask
-from .options import BNSD, DEQUANT_FUSION, Options
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,13 @@ from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtypes, check_letters
 from mla_fx.ops.common.paged import host_lengths
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .arguments import Arguments
+from .arguments import ALIBI, MASK_FREE, NORM, NORM_COMPRESS, NZ_WIDTH, SPEC, Arguments, Options
 from .attention import query_counts
 from .masks import FREE_BLOCK, TABLE, is_nz
-from .options import ALIBI, MASK_FREE, NORM, NORM_COMPRESS, NZ_WIDTH, SPEC, Options
 from .tensors import LENGTHS, block_size
 
 
 def check_lengths(a: Arguments, o: Options) -> None:
-    """Check the shapes of lengths and block_tables, and their values if they can be read."""
     check_dtypes(a, dict.fromkeys((*LENGTHS, "block_tables"), INTEGERS))
     lead, sizes = "B*Hkv" if o.compressed else "B", Sizes()
     check_letters(a, sizes, context_lens=lead)

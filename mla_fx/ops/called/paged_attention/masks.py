@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .arguments import Arguments
-from .options import ALIBI, MASK_FREE, NORM, NZ_WIDTH, SPEC, Options
+from .arguments import ALIBI, MASK_FREE, NORM, NZ_WIDTH, SPEC, Arguments, Options
 
 FREE_BLOCK = 128
 TABLE = 2048

@@ -6,10 +6,9 @@ from torch import Tensor
 from mla_fx.ops.common.check import check_devices, check_rank
 from mla_fx.ops.common.define import define
 
-from .arguments import Arguments
+from .arguments import Arguments, check_options, read_options
 from .attention import attend_, value_size
 from .lengths import check_lengths
-from .options import check_options, read_options
 from .samples import samples
 from .tensors import LENGTHS, check_caches, check_mask, check_out, check_scales
 

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fx.ops.common.cast import i8_trunc
 from mla_fx.ops.common.define import Sample
+from mla_fx.ops.common.math import accumulation_dtype
 from mla_fx.ops.common.sample import Sampler
 
-from .options import ALIBI, KVHEAD, KVHEAD_ROPE, LOGN, MASK_FREE, NORM, NORM_COMPRESS, SPEC
+from .arguments import ALIBI, KVHEAD, KVHEAD_ROPE, LOGN, MASK_FREE, NORM, NORM_COMPRESS, SPEC
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 16
 
@@ -192,8 +194,7 @@ def to_nz(matrix: Tensor) -> Tensor:
 
 
 def log_n(draw: Sampler) -> Tensor:
-    dtype = torch.float64 if draw.dtype == torch.float64 else torch.float32
-    return Sampler(dtype, 3).gamma(len(CONTEXTS))
+    return Sampler(accumulation_dtype(draw.dtype), 3).gamma(len(CONTEXTS))
 
 
 def dequantized(arguments: Keywords, offsets: bool = False) -> Keywords:
@@ -201,7 +202,7 @@ def dequantized(arguments: Keywords, offsets: bool = False) -> Keywords:
     columns = arguments["kv_head_num"] * HEAD_SIZE
     changed: Keywords = {"quant_type": "type_dequant_fusion", "has_quant_offset": offsets}
     for side in ("key", "value"):
-        changed[f"{side}_cache"] = int8(arguments[f"{side}_cache"])
+        changed[f"{side}_cache"] = i8_trunc(30 * arguments[f"{side}_cache"].float())
         changed[f"{side[0]}_descale"] = Sampler(torch.float32, len(side)).gamma(columns) / 30
         if offsets:
             changed[f"{side[0]}_offset"] = torch.arange(columns, dtype=torch.int32) % 7 - 3
@@ -217,15 +218,10 @@ def as_bits(arguments: Keywords) -> Keywords:
 def quantized(draw: Sampler, arguments: Keywords, quant_type: str) -> Keywords:
     """The same with int8 query and caches, and scales per query head."""
     scales = Sampler(torch.float32, 9)
-    changed: Keywords = {
-        name: int8(arguments[name]) for name in ("query", "key_cache", "value_cache") if name in arguments
-    }
+    names = [name for name in ("query", "key_cache", "value_cache") if name in arguments]
+    changed: Keywords = {name: i8_trunc(30 * arguments[name].float()) for name in names}
     changed |= {"k_descale": scales.gamma(HEADS) / 900, "v_descale": scales.gamma(HEADS) / 30}
     if quant_type.endswith("offline"):
         changed["p_scale"] = 127 / 1.3 * scales.gamma(HEADS)
         changed["v_descale"] = changed["v_descale"] / changed["p_scale"]
     return arguments | changed | {"quant_type": quant_type, "out_data_type": draw.dtype}
-
-
-def int8(values: Tensor) -> Tensor:
-    return (30 * values.float()).round().clamp(-128, 127).to(torch.int8)

@@ -15,9 +15,7 @@ from mla_fx.ops.common.check import (
 )
 from mla_fx.ops.common.sizes import statically_known_true
 
-from .arguments import Arguments
-from .masks import FREE_BLOCK, TABLE, is_nz
-from .options import (
+from .arguments import (
     ALIBI,
     BNSD,
     DEQUANT_FUSION,
@@ -27,8 +25,10 @@ from .options import (
     NZ_WIDTH,
     PLAIN_SCALE,
     SPEC,
+    Arguments,
     Options,
 )
+from .masks import FREE_BLOCK, TABLE, is_nz
 
 LENGTHS = ("context_lens", "batch_run_status", "q_seq_lens")
 
@@ -191,7 +191,6 @@ def check_table(mask: Tensor) -> None:
 
 
 def check_out(a: Arguments, out: Tensor | None, dtype: torch.dtype, value_size: int) -> None:
-    """The output of the in-place form."""
     if out is None:
         return
     check_dtype("attn_out", out, (dtype,))

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from mla_fx.ops.common.check import INTEGERS, Sizes, check_dtype, check_letters, readable
+from mla_fx.ops.common.define import Given
 
 from .codes import of_rows
 from .pages import context_of, whole_mask
+from .parts import each_token
 from .softmax import aligned, last_keys, masked
 
 
@@ -29,8 +31,7 @@ def over_rows(a: Any) -> Any:
         mask = is_key & given if given.dtype == torch.bool else masked(given, is_key, None)
     return replace(
         a,
-        query=a.query.flatten(0, 1).unsqueeze(1),
-        query_rope=None if a.query_rope is None else a.query_rope.flatten(0, 1).unsqueeze(1),
+        **each_token(a),
         kv_cache=_rows(a.kv_cache),
         kr_cache=None if a.kr_cache is None else _rows(a.kr_cache),
         mask=mask.flatten(0, 1).unsqueeze(2),
@@ -114,9 +115,7 @@ def check_numbers(indices: Tensor, context: int) -> None:
         raise ValueError(f"indices hold {largest}; they must be below {context}, the length of the contexts.")
 
 
-def chosen(
-    args: tuple[Any, ...], options: dict[str, Any], context: int = 5, count: int = 4
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def chosen(args: tuple[Any, ...], options: dict[str, Any], context: int = 5, count: int = 4) -> Given:
     """Let each query of a call choose `count` keys. The last place has no key, and one row has none at all."""
     batch, steps = args[0].shape[:2]
     draw = torch.Generator().manual_seed(steps)

@@ -5,13 +5,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.absorption import absorb_query, expand_output
 from mla_fx.ops.common.math import wide_product
 
 from .arguments import Arguments, Attend, Results
-from .latents import concatenated, over_latents
+from .latents import over_latents
 from .pages import unpaged, whole_mask, without_codes
-from .parts import of_tokens
+from .parts import concatenated, of_tokens
 from .softmax import as_mask, fake_sums, probabilities
 from .tiles import Form, at_once, attend, mask_of_rows, parts, row_tiles, rows_first, seen_keys
 
@@ -48,6 +47,23 @@ def absorbed_query(query: Tensor, weight_uk: Tensor) -> Tensor:
     most = query.abs().amax(-1, keepdim=True).float() * (2 * query.shape[-1])
     power = (most.view(torch.int32) & EXPONENT).view(torch.float32).clamp(min=1)  # between most / 2 and most
     return absorb_query((query / power).to(query.dtype), weight_uk) * power
+
+
+def absorb_query(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
+    """[B,S,N,D], [N,D,Hckv] -> [B,S,N,Hckv]."""
+    return _per_head(q_nope, weight_uk)
+
+
+def expand_output(out: Tensor, weight_uv: Tensor) -> Tensor:
+    """[B,S,N,Hckv], [N,Dv,Hckv] -> [B,S,N,Dv]."""
+    return _per_head(out, weight_uv.permute(0, 2, 1)).contiguous()
+
+
+def _per_head(value: Tensor, weight: Tensor) -> Tensor:
+    """[B,S,N,I], [N,I,O] -> [B,S,N,O]."""
+    batch, tokens, heads, width = value.shape
+    by_head = value.permute(2, 0, 1, 3).reshape(heads, batch * tokens, width)
+    return torch.bmm(by_head, weight).reshape(heads, batch, tokens, weight.shape[2]).permute(1, 2, 0, 3)
 
 
 def expanded(a: Arguments) -> Results:

@@ -1,7 +1,5 @@
 """Attention of absorbed queries over the latents themselves, or over chosen ones."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from .arguments import Arguments, Results
 from .chosen_rows import over_rows
 from .codes import dequantised, dtype_of
 from .pages import context_of, latent_tiles, whole_mask
-from .parts import of_tokens
+from .parts import concatenated, of_tokens
 from .softmax import probabilities
 from .tiles import goes_by_tiles, row_tiles
 
@@ -43,12 +41,6 @@ def by_tiles(a: Arguments) -> Results:
         return over_latents(a)
     a = in_numbers(a)
     return concatenated(over_latents(of_tokens(a, *rows)) for rows in row_tiles(a.query, context))
-
-
-def concatenated(results: Iterable[Results]) -> Results:
-    """The results of tokens that follow one another in a row."""
-    out, lse = (torch.cat(parts, 1 if parts[0].dim() > 1 else 0) for parts in zip(*results, strict=True))
-    return out, lse
 
 
 def scores(a: Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -11,8 +11,8 @@ from .chosen_rows import check_indices
 from .codes import check_latents
 from .heads import absorbed, by_rows, expanded, in_tiles, tiled
 from .latents import by_tiles, over_latents
-from .packed_sequences import check_lens, one_by_one
 from .pages import check_contexts, context_of
+from .parts import check_lens, one_by_one
 from .samples import samples
 from .softmax import check_mask, check_sinks, fake_sums
 from .tiles import fit_a_tile
@@ -150,7 +150,6 @@ def fake(a: Arguments) -> Results:
 
 
 def room(a: Arguments) -> Tensor:
-    """Room for attention."""
     columns = a.query.shape[3] if a.weight_uv is None else a.weight_uv.shape[1]
     return a.query.new_empty(*a.query.shape[:3], columns)
 

@@ -38,6 +38,11 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
     return rows
 
 
+def from_start(block_table: Tensor, blocks: int) -> Tensor:
+    """The table with every block counted from the start."""
+    return torch.where(block_table < 0, block_table + blocks, block_table)
+
+
 def unpaged(a: Arguments) -> Arguments:
     """Copy the rows of a call out of its pages, and replace codes by numbers."""
     if a.block_table is None:

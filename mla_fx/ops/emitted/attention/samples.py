@@ -6,13 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.define import Sample
+from mla_fx.ops.common.define import Given, Sample
 from mla_fx.ops.common.sample import Sampler
 
 from .chosen_rows import chosen
 from .codes import CODES
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def samples(dtype: torch.dtype) -> Iterator[Sample]:

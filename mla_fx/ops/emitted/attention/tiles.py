@@ -163,7 +163,6 @@ def parts(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def mask_of_rows(mask: Tensor | None, first: int, last: int) -> Tensor | None:
-    """The part of a mask for some rows."""
     if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
         return mask
     return mask[..., first:last, :]

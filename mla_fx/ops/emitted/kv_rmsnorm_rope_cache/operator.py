@@ -8,7 +8,7 @@ from torch import Tensor
 from mla_fx.ops.common.cache import like_store, of_pages, page_shape, page_slots, store
 from mla_fx.ops.common.cast import i8_trunc
 from mla_fx.ops.common.define import define
-from mla_fx.ops.common.math import rescaled, rms_norm, to_accumulation_dtype, wide_rms_norm, wide_rope
+from mla_fx.ops.common.math import rescaled, to_accumulation_dtype, wide_rms_norm, wide_rope
 
 from .arguments import Arguments
 from .check import CACHES, check
@@ -129,10 +129,7 @@ def new_rows(a: Arguments) -> NewRows:
 
 
 def normed(x: Tensor, a: Arguments) -> Tensor:
-    """RMSNorm in the accumulation dtype."""
-    if a.gamma_after_cast:
-        return to_accumulation_dtype(rms_norm(x, a.gamma, a.epsilon, True))
-    return wide_rms_norm(x, a.gamma, a.epsilon)
+    return wide_rms_norm(x, a.gamma, a.epsilon, a.gamma_after_cast)
 
 
 def rotated(x: Tensor, a: Arguments) -> Tensor:

@@ -10,14 +10,7 @@ from torch import Tensor
 from mla_fx.ops.common.cache import like_store, page_slots, ragged_page_slots, store
 from mla_fx.ops.common.cast import i8_half_round, i8_trunc, int_matmul, quantize_rows
 from mla_fx.ops.common.define import define
-from mla_fx.ops.common.math import (
-    accumulation_dtype,
-    rescaled,
-    rms_norm,
-    rope,
-    to_accumulation_dtype,
-    wide_rms_norm,
-)
+from mla_fx.ops.common.math import accumulation_dtype, rescaled, rope, to_accumulation_dtype, wide_rms_norm
 
 from .arguments import TILE, Arguments, Prolog, V3Arguments, stored_key
 from .check import as_v3, check, check_v3
@@ -193,10 +186,9 @@ def key_rows(a: Prolog) -> tuple[Tensor, Tensor | None]:
 
 
 def unscaled_norm(a: Prolog, x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """The RMSNorm in the accumulation dtype; rounded twice on the way with gamma_after_cast."""
-    if not a.gamma_after_cast:
-        return wide_rms_norm(x, gamma, epsilon)
-    return to_accumulation_dtype(rms_norm(x.to(a.weight_uk.dtype), gamma, epsilon, True))
+    """The RMSNorm in the accumulation dtype; with gamma_after_cast, it gets rounded products."""
+    x = x.to(a.weight_uk.dtype) if a.gamma_after_cast else x
+    return wide_rms_norm(x, gamma, epsilon, a.gamma_after_cast)
 
 
 def product(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.define import Sample
+from mla_fx.ops.common.define import Given, Sample
 from mla_fx.ops.common.sample import Sampler
 
 from .arguments import TILE
@@ -189,7 +189,7 @@ def sample(
     compress: bool = True,
     width: int = 4,
     **rest: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Given:
     """`width` is Dr; without columns there are no tables."""
     hidden, heads, nope, rank, room = 32, 3, 8, 16, 16
     query_rank = 24 if compress else hidden
