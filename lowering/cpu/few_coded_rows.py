@@ -6,7 +6,6 @@ Scales and zeros are [1 or B, K', N'], each for a tile of the weight. Letters ar
 weight are rounded to the dtype of the rows, and are not stored."""
 
 import struct
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,19 +26,22 @@ def lower(
     rows: Tensor, codes: Tensor, scales: Tensor | None, zeros: Tensor | None, tile_k: int, tile_n: int
 ) -> Compiled:
     """Lower a product with codes of fixed sizes and strides. Raises NoMatch for others."""
+    sizes, strides, count = codes.shape, codes.stride(), rows.shape[-2]
     if codes.device.type != "cpu" or rows.dtype not in FUNCTIONS or codes.dtype not in CODES:
         raise NoMatch("the kernel is for CPUs, rows of 16 bits and codes of 8 bits")
-    count = rows.shape[-2]
+    if not all(isinstance(number, int) for number in (*sizes, *strides, tile_k, tile_n)):
+        raise NoMatch("the kernel is for weights of fixed sizes")
     least = FOR_ONE_ROW if count == 1 else FOR_SEVERAL
     if codes.numel() < least or (isinstance(count, int) and not 0 < count <= MOST_ROWS):
         raise NoMatch("the kernel is for large weights and few rows")
     if zeros is not None and codes.dtype != torch.int8:
         raise NoMatch("the kernel takes zero points of int8")
-    if not (is_dense(codes) or is_dense(codes.mT)) or codes.shape[-2] % STEP != 0:
+    if not (is_dense(codes) or is_dense(codes.mT)) or sizes[-2] % STEP != 0:
         raise NoMatch(f"the kernel is for rows of a multiple of {STEP} numbers, and weights that are stored densely")
-    length, along = (codes.shape[-2], tile_k) if codes.stride(-2) == 1 else (codes.shape[-1], tile_n)
-    if length % STEP != 0 or (along < length and along % STEP != 0):
-        raise NoMatch(f"the kernel is for scales that a multiple of {STEP} neighbours share")
+    length, along = (sizes[-2], tile_k) if strides[-2] == 1 else (sizes[-1], tile_n)
+    are_powers = all(tile in (size, 1 << _power(tile)) for tile, size in zip((tile_k, tile_n), sizes[-2:], strict=True))
+    if length % STEP != 0 or min(along, length) % STEP != 0 or not are_powers:
+        raise NoMatch(f"the kernel is for tiles of a power of two, at least {STEP} neighbours")
     if library() is None:
         raise NoMatch("its C++ kernel was not built")
     return few_coded_rows
@@ -51,42 +53,50 @@ def run(
     count = rows.shape[-2]
     if rows.dtype not in FUNCTIONS or library() is None:
         return rows @ numbers(codes, scales, zeros, tile_k, tile_n, rows.dtype)
-    tiles = scales, zeros, tile_k, tile_n
+    is_by_columns = codes.stride(-2) == 1
+    coding = _coding(codes, scales, zeros, (tile_n, tile_k) if is_by_columns else (tile_k, tile_n))
     if 0 < count <= MOST_ROWS:
         rows = rows if is_dense(rows) else rows.contiguous()
         out = rows.new_empty((*rows.shape[:-1], codes.shape[-1]))
-        rows_m = rows.shape[-1] if count == 1 else rows.stride(-2)
-        _call(rows, codes, tiles, out, (count, codes.shape[-1], codes.shape[-2], rows_m), None)
+        rows_b = 0 if rows.dim() == 2 else rows.stride(0)
+        rows_m = rows.shape[-1] if count == 1 else rows.stride(-2)  # that of one row may be any number
+        sizes = count, codes.shape[-1], codes.shape[-2], rows_b, rows_m
+        _call(COLUMNS if is_by_columns else ROWS, rows, codes, coding, sizes, out)
         return out
-    is_by_columns = codes.stride(-2) == 1
     lines = codes.mT if is_by_columns else codes
     weight = rows.new_empty(lines.shape)
-    _call(rows, codes, tiles, weight, (0, *lines.shape[-2:], 0), NUMBERS)
+    _call(NUMBERS, rows, codes, coding, (0, *lines.shape[-2:], 0, 0), weight)
     return rows @ (weight.mT if is_by_columns else weight)
 
 
-def _call(rows: Tensor, codes: Tensor, tiles: Any, out: Tensor, sizes: tuple[int, ...], way: int | None) -> None:
-    scales, zeros, tile_k, tile_n = tiles
-    is_by_columns = codes.stride(-2) == 1
-    line, along = (-1, -2) if is_by_columns else (-2, -1)
-    kind = AS_THEY_ARE if scales is None and codes.dtype == torch.int8 else SCALED if zeros is None else SHIFTED
-    scales = torch.ones(1, 1, 1) if scales is None else scales
+def _coding(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, tile: tuple[int, int]) -> tuple[int, ...]:
+    """What `Coded` has in the C++ file. A tile is so many lines, and so many codes of each."""
+    line, along = (-1, -2) if codes.stride(-2) == 1 else (-2, -1)
 
-    def strides(tensor: Tensor | None) -> tuple[int, ...]:
-        if tensor is None:
+    def of_tiles(given: Tensor | None) -> tuple[int, ...]:
+        if given is None:
             return 0, 0, 0, 0
-        own = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        b, *others = own
-        return tensor.data_ptr(), b, others[line], others[along]
+        strides = [0 if size == 1 else stride for size, stride in zip(given.shape, given.stride(), strict=True)]
+        return given.data_ptr(), strides[0], strides[line], strides[along]
 
-    batch, rows_b, codes_b = (1, 0, 0) if codes.dim() == 2 else (codes.shape[0], rows.stride(0), codes.stride(0))
-    *counts, rows_m = sizes
-    sides = (tile_n, tile_k) if is_by_columns else (tile_k, tile_n)
-    weight = codes.data_ptr(), codes_b, codes.stride(line), *strides(scales), *strides(zeros), *sides
-    call = CALL.pack(rows.data_ptr(), out.data_ptr(), batch, *counts, rows_b, rows_m, *weight)
-    chosen = way if way is not None else COLUMNS if is_by_columns else ROWS
-    is_bfloat16 = rows.dtype == torch.bfloat16
-    library().few_coded_rows(call, is_bfloat16, CODES.index(codes.dtype), kind, chosen)
+    of_product = 0 if codes.dim() == 2 else codes.stride(0)
+    given = (*of_tiles(scales), *of_tiles(zeros), *map(_power, tile))
+    return codes.data_ptr(), of_product, codes.stride(line), *given
+
+
+def _power(tile: int) -> int:
+    """The power of two that a tile is, or is less than."""
+    return (tile - 1).bit_length()
+
+
+def _call(
+    way: int, rows: Tensor, codes: Tensor, coding: tuple[int, ...], sizes: tuple[int, ...], out: Tensor
+) -> None:
+    has_scales, has_zeros = (coding[place] != 0 for place in (3, 7))
+    batch = 1 if codes.dim() == 2 else codes.shape[0]
+    call = CALL.pack(rows.data_ptr(), out.data_ptr(), batch, *sizes, *coding)
+    kind = SHIFTED if has_zeros else SCALED if has_scales else AS_THEY_ARE
+    library().few_coded_rows(call, rows.dtype == torch.bfloat16, CODES.index(codes.dtype), kind, way)
 
 
 def numbers(

@@ -90,7 +90,7 @@ struct Coded {
   const Code* codes;
   int64_t b, next;  // strides of products and lines
   Tiles scales, zeros;
-  int64_t lines, along;  // of one tile
+  int64_t lines, along;  // of one tile, as powers of two
 
   Coded of(int64_t product) const {
     Coded found = *this;
@@ -99,10 +99,11 @@ struct Coded {
     found.zeros.numbers += product * zeros.b;
     return found;
   }
-  int64_t run(int64_t size) const { return kind == Kind::CODES ? size : std::min(size, along); }
+  int64_t run(int64_t size) const { return kind == Kind::CODES ? size : std::min(size, int64_t(1) << along); }
   CodedLine<Code, kind> line(int64_t l, int64_t at) const {
     const auto number = [=](const Tiles& tiles) {
-      const float found = tiles.numbers[l / lines * tiles.line + at / along * tiles.along];
+      if (tiles.numbers == nullptr) return 1.0f;
+      const float found = tiles.numbers[(l >> lines) * tiles.line + (at >> along) * tiles.along];
       return std::isnan(found) ? std::numeric_limits<float>::quiet_NaN() : found;  // others may be rounded to zero
     };
     return {codes + l * next + at, Lanes(kind == Kind::CODES ? 1 : number(scales)),

@@ -13,14 +13,17 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted.attention.codes import CODES
 from mla_fx.readings.axes import Axes, axes_of, leaves, without_digits
+from mla_fx.readings.calls import args_of, argument
 from mla_fx.readings.codes.dequantised import Dequantised, dequantised
 from mla_fx.readings.element import Element, before_cast, is_coarser, is_parameter, resolve
 from mla_fx.readings.reading import renamed
 from mla_fx.readings.sizes import Size
-from mla_fx.readings.views import fresh_index
+from mla_fx.readings.views import fresh_index, shape_of
 
 from .materialize import size_over, tensor
-from .plan import Expression, ViewOf
+from .plan import Call, Expression, ViewOf
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,9 @@ class CodedWeight:
 
 def coded_weight(weight: Node) -> CodedWeight:
     """Read the right side of a product. Raises NoMatch if it is not dequantised from codes that the graph is given."""
-    fresh = fresh_index(weight)
-    element = resolve(weight, fresh)
+    base, order = _uncut(weight)
+    fresh = fresh_index(base)
+    element = resolve(base, fresh)
     found = dequantised(element, CODES)
     if not is_parameter(found.codes.origin):
         raise NoMatch("the codes of a weight are computed", found.codes.origin)
@@ -48,8 +52,11 @@ def coded_weight(weight: Node) -> CodedWeight:
     parted = without_digits(index for part in parts for index in part.index)
     if parted is None:
         raise NoMatch("codes and their scales are read in parts of other sizes", weight)
-    whole = [axes_of(index) or () for index in fresh]
-    codes = ViewOf(tensor(found.codes.stored, whole), found.codes.origin, "codes would be copied")
+    whole = [axes_of(fresh[dim]) or () for dim in order]
+    codes = tensor(found.codes.stored, whole)
+    for dim, size in enumerate(shape_of(weight)):
+        codes = codes if shape_of(base)[order[dim]] == size else Call(aten.slice.Tensor, codes, dim, 0, size)
+    codes = ViewOf(codes, found.codes.origin, "codes would be copied")
     *batch, inner, columns = (leaves(dim, parted) for dim in whole)
     scale, zeros = (None if part is None else renamed(part, parted) for part in (found.scale, zeros))
     given = [part for part in (scale, zeros) if part is not None]
@@ -57,6 +64,22 @@ def coded_weight(weight: Node) -> CodedWeight:
     dims = (batch[0] if batch else (), *tiles)
     tile_k, tile_n = (size_over(dim[len(tile) :]) for dim, tile in zip((inner, columns), tiles, strict=True))
     return CodedWeight(codes, _laid_out(scale, dims), _laid_out(zeros, dims), tile_k, tile_n)
+
+
+def _uncut(weight: Node) -> tuple[Node, list[int]]:
+    """What a weight is the first rows and columns of, and which of its dimensions are those of the weight. Scales of
+    blocks may reach further than the weight."""
+    order = list(range(len(shape_of(weight))))
+    while weight.target is aten.permute.default or _is_cut(weight):
+        if weight.target is aten.permute.default:
+            order = [args_of(weight)[1][dim] for dim in order]
+        weight = args_of(weight)[0]
+    return weight, order
+
+
+def _is_cut(weight: Node) -> bool:
+    start, step = (argument(weight, 2, "start"), argument(weight, 4, "step", 1))
+    return weight.target is aten.slice.Tensor and start in (None, 0) and step == 1
 
 
 def _check_roundings(element: Element, found: Dequantised, zeros: Element | None) -> None:

@@ -158,9 +158,7 @@ REFUSED = {
     "the kernel is for rows of a multiple of 32 numbers, and weights that are stored densely": (
         torch.empty(1, 1000).bfloat16(), large(2048, 1000).mT, 1000, 1
     ),
-    "the kernel is for scales that a multiple of 32 neighbours share": (
-        ROW, large(2048, 1024).mT, 16, 1
-    ),
+    "the kernel is for tiles of a power of two, at least 32 neighbours": (ROW, large(2048, 1024).mT, 16, 1),
 }  # fmt: skip
 
 
