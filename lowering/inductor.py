@@ -110,7 +110,8 @@ class Inductor(Target):
     def coded_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
         """Lowerings of products of few rows with codes."""
         has_kernels = _wants_dot_products(options) and not is_packaging()
-        return dict.fromkeys((aten.mm.default, aten.bmm.default), few_coded_rows.lower) if has_kernels else {}
+        products = aten.mm.default, aten.bmm.default, aten.addmm.default
+        return dict.fromkeys(products, few_coded_rows.lower) if has_kernels else {}
 
     def mended(self, emit: Emitter) -> Iterator[tuple[str, Change]]:
         """Updates of inputs that are reordered afterwards write copies.

@@ -147,10 +147,10 @@ Pair widened(const Code* codes) {
 template <typename T>
 Pair rounded(const Pair& x) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    using Bits = at::vec::Vectorized<int32_t>;
-    const auto upper = [](const Lanes& number) {  // half to even
-      const Bits bits = at::vec::cast<int32_t>(number), odd = (bits >> Bits(16)) & Bits(1);
-      return at::vec::cast<float>((bits + Bits(0x7fff) + odd) & Bits(int32_t(0xffff0000)));
+    const auto upper = [](const Lanes& number) {  // half to even, by a sum that has no room for further bits
+      const Lanes power = number & Lanes(std::numeric_limits<float>::infinity());
+      const Lanes large = at::vec::clamp_max(power, Lanes(0x1p110f)) * Lanes(1.5f * 0x1p16f);
+      return number + large - large;
     };
     return {upper(x.low), upper(x.high)};
   } else {

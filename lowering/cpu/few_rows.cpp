@@ -102,9 +102,7 @@ struct Coded {
   int64_t run(int64_t size) const { return kind == Kind::CODES ? size : std::min(size, int64_t(1) << along); }
   CodedLine<Code, kind> line(int64_t l, int64_t at) const {
     const auto number = [=](const Tiles& tiles) {
-      if (tiles.numbers == nullptr) return 1.0f;
-      const float found = tiles.numbers[(l >> lines) * tiles.line + (at >> along) * tiles.along];
-      return std::isnan(found) ? std::numeric_limits<float>::quiet_NaN() : found;  // others may be rounded to zero
+      return tiles.numbers ? tiles.numbers[(l >> lines) * tiles.line + (at >> along) * tiles.along] : 1.0f;
     };
     return {codes + l * next + at, Lanes(kind == Kind::CODES ? 1 : number(scales)),
             Lanes(kind == Kind::SHIFTED ? number(zeros) : 0)};

@@ -1,6 +1,6 @@
 """Whole layers whose projections are stored as codes: products read them, and outputs and caches are right.
 
-A toy layer stands for any: what its products are written as is what is tested, with near twins."""
+The layer is a toy. What counts is how its products are written; near twins are right, too."""
 
 import copy
 
@@ -28,7 +28,7 @@ class Coded(nn.Module):
 
     def __init__(self, multiply, weight):
         super().__init__()
-        self.multiply = multiply
+        self.multiply, self.bias = multiply, None
         for name, value in STORED[multiply](weight).items():
             self.register_buffer(name, value)
 
@@ -43,7 +43,7 @@ def scaled_behind(w, x):
 
 def scaled_in_float32(w, x):
     """torchao's float8."""
-    return linear(x, (w.codes.float() * w.scales).to(x.dtype))
+    return linear(x, (w.codes.float() * w.scales).to(x.dtype), w.bias)
 
 
 def in_groups(w, x):
@@ -155,6 +155,7 @@ class Layer(nn.Module):
             part = Coded(multiply, draw(rows, columns) * columns**-0.5)
             part.rows = rows
             self.add_module(name, part)
+        self.out.bias = nn.Parameter(draw(OUT), requires_grad=False)
         self.register_buffer("cache", draw(2, 40, LATENT + ROPE))
 
     def forward(self, x, position):
@@ -173,6 +174,7 @@ def in_dtype(layer, dtype):
         for name, value in module.named_buffers(recurse=False):
             is_rounded = name == "cache" or (dtype == torch.float64 and name == "scales")
             setattr(module, name, value.to(dtype) if is_rounded else value)
+    layer.out.bias.data = layer.out.bias.to(dtype)
     return layer
 
 
