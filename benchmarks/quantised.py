@@ -3,9 +3,9 @@
 python benchmarks/quantised.py                         a quarter of an hour, on an otherwise idle machine
 python benchmarks/quantised.py --rounds 3 --heads 8    to try the script
 
-The layer of decode.py, quantised by torchao or stored in DeepSeek's blocks. The floor is the time to read the stored
-bytes and the cache once, and to do the arithmetic of attention. Outputs are compared with those of the same layer in
-eager mode.
+The layer of decode.py, quantised by torchao or stored in DeepSeek's blocks, and as it is in bfloat16. The floor is the
+time to read the stored bytes and the cache once, and to do the arithmetic of attention. Outputs are compared with those
+of the same layer in eager mode.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def by(config: object) -> Callable[[nn.Module], None]:
     return lambda attention: torchao.quantize_(attention, config)  # type: ignore[arg-type]  # one of its configurations
 
 
+PLAIN = "bfloat16"
 KINDS: dict[str, Callable[[nn.Module], None]] = {
+    PLAIN: lambda attention: None,
     "int8 weights": by(torchao.Int8WeightOnlyConfig()),
     "int8 weights and tokens": by(torchao.Int8DynamicActivationInt8WeightConfig()),
     "int4 groups": by(torchao.IntxWeightOnlyConfig(torch.int4, PerGroup(32))),
@@ -122,8 +124,16 @@ def race(layer: Layer, rounds: int) -> Race:
     return Race({variant.name: variant.median for variant in variants}, floor)
 
 
+SHARES = {"int8 weights": 0.65, "float8 weights": 0.75, "float8 blocks": 0.75}
+"""Bars for the time of a kind, as a share of that of the same layer in bfloat16."""
+
+
 def rows_of(races: dict[str, Race]) -> Iterator[Row]:
+    for kind, share in SHARES.items():
+        yield Row(f"{kind}: time / that in bfloat16", races[kind][OURS] / races[PLAIN][OURS], 1, share)
     for kind, result in races.items():
+        if kind == PLAIN:
+            continue
         yield Row(f"{kind}: speed-up over stock Inductor", result[STOCK] / result[OURS], 10, 30, at_least=True)
         yield Row(f"{kind}: speed-up over eager", result[EAGER] / result[OURS], 20, 60, at_least=True)
         yield Row(f"{kind}: time / floor of the stored bytes", result[OURS] / result.floor.milliseconds, 1.6, 1.25)

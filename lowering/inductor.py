@@ -36,7 +36,7 @@ from mla_fx.rewriting.emitter import Emitter
 from mla_fx.target import Compiled, Fusing, Lowering, Target
 
 from . import cpu, cuda, loops
-from .cpu import costs, few_rows
+from .cpu import costs, few_coded_rows, few_rows
 
 aten = torch.ops.aten
 DOT_PRODUCTS = "dot_products"
@@ -106,6 +106,12 @@ class Inductor(Target):
             name: functools.partial(kernels, other)
             for name, other in {aten._int_mm.default: _of_one_row, **by_loops}.items()
         }
+
+    def coded_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
+        """Lowerings of products of few rows with codes."""
+        has_kernels = _wants_dot_products(options) and not is_packaging()
+        products = aten.mm.default, aten.bmm.default, aten.addmm.default
+        return dict.fromkeys(products, few_coded_rows.lower) if has_kernels else {}
 
     def mended(self, emit: Emitter) -> Iterator[tuple[str, Change]]:
         """Updates of inputs that are reordered afterwards write copies.

@@ -190,6 +190,11 @@ class Target:
         `are_parameters`: for each operand, whether it is a graph input or attribute, or a view of one."""
         return {}
 
+    def coded_lowerings(self, options: Mapping[str, Any]) -> Mapping[OpOverload, Lowering]:
+        """The lowering of plain products whose weight is dequantised in the graph, where something fused. It gets the
+        rows and what `CodedWeight` has."""
+        return {}
+
     def mended(self, emit: Emitter) -> Iterator[tuple[str, Change]]:
         """Changes of plain calls, including the user's own, in graphs in which something fused, and what the report
         says of them."""

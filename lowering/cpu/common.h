@@ -90,30 +90,86 @@ void copy(const From* from, To* to, int64_t count) {
   }
 }
 
+// So many codes of 8 bits are widened at once.
+constexpr int64_t SOME_CODES = 2 * Lanes::size();
+
+struct Pair {
+  Lanes low, high;
+};
+
+// Codes with their signs in 16 bits.
+inline at::vec::Vectorized<int16_t> in_16_bits(const void* codes) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(codes)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(codes)));
+#else
+  int16_t wide[SOME_CODES];
+  std::copy_n(static_cast<const int8_t*>(codes), SOME_CODES, wide);
+  return at::vec::Vectorized<int16_t>::loadu(wide);
+#endif
+}
+
 // Codes of 8 bits as the numbers that they are without a scale.
 template <typename Code>
-void to_float(const Code* codes, float* to, int64_t count) {
-  int64_t i = 0;
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-  for (; i + 16 <= count; i += 16) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
-    __m512 number;
-    if constexpr (std::is_same_v<Code, int8_t>) {
-      number = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits));
-    } else if constexpr (std::is_same_v<Code, Float8_e5m2>) {
-      number = _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bits), 8));
-    } else {  // as float16, whose exponent counts from another number: less by a factor of 256
-      const __m256i wide = _mm256_cvtepi8_epi16(bits), seven = _mm256_set1_epi16(0x7f);
-      const __m256i magnitude = _mm256_and_si256(wide, seven), sign = _mm256_set1_epi16(int16_t(0x8000));
-      const __m256i half = _mm256_or_si256(_mm256_and_si256(wide, sign), _mm256_slli_epi16(magnitude, 7));
-      number = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256));
-      const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(magnitude, seven);
-      number = _mm512_mask_mov_ps(number, is_nan, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
-    }
-    _mm512_storeu_ps(to + i, number);
-  }
+Pair widened(const Code* codes) {
+  if constexpr (std::is_same_v<Code, int8_t>) {
+#if defined(CPU_CAPABILITY_AVX512)
+    const auto* from = reinterpret_cast<const __m128i*>(codes);
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from))),
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)))};
+#elif defined(CPU_CAPABILITY_AVX2)
+    const auto *from = reinterpret_cast<const __m128i*>(codes), *next = reinterpret_cast<const __m128i*>(codes + 8);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(next)))};
+#else
+    float wide[SOME_CODES];
+    std::copy_n(codes, SOME_CODES, wide);
+    return {Lanes::loadu(wide), Lanes::loadu(wide + Lanes::size())};
 #endif
-  for (; i < count; ++i) to[i] = static_cast<float>(codes[i]);
+  } else {  // as float16, whose exponent has five bits, too, or one more, which counts from another number
+    using Bits = at::vec::Vectorized<int16_t>;
+    constexpr bool is_e4m3 = std::is_same_v<Code, Float8_e4m3fn>;
+    Bits bits = in_16_bits(codes) * Bits(is_e4m3 ? 1 << 7 : 1 << 8);
+    if (is_e4m3) {
+      const Bits largest(0x3f80), is_nan = (bits & largest) == largest;
+      bits = (bits & Bits(int16_t(0xbfff))) | (is_nan & Bits(0x4000));
+    }
+    at::vec::Vectorized<Half> halves;
+    std::memcpy(&halves, &bits, sizeof(halves));
+    const auto [low, high] = at::vec::convert_to_float<Half>(halves);
+    const Lanes factor(is_e4m3 ? 256.0f : 1.0f);
+    return {low * factor, high * factor};
+  }
+}
+
+// Numbers in float32, rounded to T.
+template <typename T>
+Pair rounded(const Pair& x) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const auto upper = [](const Lanes& number) {  // half to even, by a sum that has no room for further bits
+      const Lanes power = number & Lanes(std::numeric_limits<float>::infinity());
+      const Lanes large = at::vec::clamp_max(power, Lanes(0x1p110f)) * Lanes(1.5f * 0x1p16f);
+      return number + large - large;
+    };
+    return {upper(x.low), upper(x.high)};
+  } else {
+    const auto [low, high] = at::vec::convert_to_float<T>(at::vec::convert_from_float<T>(x.low, x.high));
+    return {low, high};
+  }
+}
+
+// As many codes as there are.
+template <typename Code>
+void to_float(const Code* codes, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += SOME_CODES) {
+    Code last[SOME_CODES] = {};
+    const int64_t n = std::min(SOME_CODES, count - i);
+    if (n < SOME_CODES) std::copy_n(codes + i, n, last);
+    const auto [low, high] = widened(n < SOME_CODES ? last : codes + i);
+    low.store(to + i, static_cast<int>(std::min<int64_t>(n, Lanes::size())));
+    if (n > Lanes::size()) high.store(to + i + Lanes::size(), static_cast<int>(n - Lanes::size()));
+  }
 }
 
 // Codes of a row times their scales, one for each `tile` columns, rounded to `Stored`.

@@ -29,13 +29,13 @@ def lower(rows: Tensor, weight: Tensor) -> Compiled:
         raise NoMatch("the kernel is for large weights of fixed sizes")
     if weight.device.type != "cpu" or rows.dtype != weight.dtype or weight.dtype not in FUNCTIONS:
         raise NoMatch("the kernel is for CPUs and 16 bits")
-    if sizes[-2] % STEP != 0 or not (_is_dense(weight) or _is_dense(weight.mT)):
+    if sizes[-2] % STEP != 0 or not (is_dense(weight) or is_dense(weight.mT)):
         raise NoMatch(f"the kernel is for rows of a multiple of {STEP} numbers, and weights that are stored densely")
     if isinstance(rows.shape[-2], int) and not 0 < rows.shape[-2] <= MOST_ROWS:
         raise NoMatch("a library multiplies such rows faster")
-    if _library() is None:
+    if library() is None:
         raise NoMatch("its C++ kernel was not built")
-    if strides[-2] != 1 and (weight.dtype != torch.bfloat16 or not _library().has_tiles()):
+    if strides[-2] != 1 and (weight.dtype != torch.bfloat16 or not library().has_tiles()):
         raise NoMatch("the kernel multiplies rows of a weight by AMX alone")
     return few_rows
 
@@ -43,16 +43,17 @@ def lower(rows: Tensor, weight: Tensor) -> Compiled:
 def run(rows: Tensor, weight: Tensor) -> Tensor:
     """[M, K] @ [K, N] or [B, M, K] @ [B, K, N]"""
     count, inner = rows.shape[-2:]
-    if rows.dtype not in FUNCTIONS or not 0 < count <= MOST_ROWS or _library() is None:
+    if rows.dtype not in FUNCTIONS or not 0 < count <= MOST_ROWS or library() is None:
         return rows @ weight  # the check of a rewrite computes in float64
-    rows = rows if _is_dense(rows) else rows.contiguous()
+    rows = rows if is_dense(rows) else rows.contiguous()
     is_by_columns, columns = weight.stride(-2) == 1, weight.shape[-1]
     out = rows.new_empty((*rows.shape[:-1], columns))
     batch, rows_b, weight_b = (1, 0, 0) if rows.dim() == 2 else (rows.shape[0], rows.stride(0), weight.stride(0))
     rows_m = inner if count == 1 else rows.stride(-2)  # that of one row may be any number
-    strides = rows_b, rows_m, weight_b, weight.stride(-1 if is_by_columns else -2)
-    call = CALL.pack(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), batch, count, columns, inner, *strides)
-    getattr(_library(), FUNCTIONS[rows.dtype])(call, is_by_columns)
+    sizes = batch, count, columns, inner, rows_b, rows_m
+    strides = weight_b, weight.stride(-1 if is_by_columns else -2)
+    call = CALL.pack(rows.data_ptr(), out.data_ptr(), *sizes, weight.data_ptr(), *strides)
+    getattr(library(), FUNCTIONS[rows.dtype])(call, is_by_columns)
     return out
 
 
@@ -60,12 +61,12 @@ def fake(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty((*rows.shape[:-1], weight.shape[-1]))
 
 
-def _is_dense(matrix: Tensor) -> bool:
+def is_dense(matrix: Tensor) -> bool:
     """Whether the numbers of a row are neighbours, and rows do not overlap."""
     return bool(matrix.stride(-1) == 1 and matrix.stride(-2) >= matrix.shape[-1])
 
 
-def _library() -> Any:
+def library() -> Any:
     return built(__file__, "a product of few rows", FUNCTIONS[torch.bfloat16])
 
 

@@ -32,6 +32,7 @@ from .chosen_keys import chosen_keys
 from .fuel import Rewrite
 from .hoist import inputs_of, read_ahead
 from .lower import lower
+from .lower_coded import lower_coded
 from .prove import apply
 from .reinplace import reinplace
 from .run import Pass, Run, check, old_readers
@@ -107,6 +108,7 @@ def lower_fused(run: Run) -> None:
 def lower_plain(run: Run) -> None:
     """Apply the target's lowerings of plain operators if something fused in the graph."""
     if run.fused:
+        _lower_coded(run, run.target.coded_lowerings(run.options.extra))
         _lower(run, run.target.plain_lowerings(run.options.extra), {})
         for note, plan in run.target.mended(run.emit):
             run.keep_original()
@@ -204,6 +206,13 @@ def _lower(run: Run, lowerings: Mapping[OpOverload, Lowering], bodies: Mapping[O
         run.keep_original()
         decompositions, changing = run.target.decompositions(), functools.partial(apply, run)
         _note(run.report, lower(run.graph, lowerings, decompositions, changing, bodies))
+        _erase_orphans(run)
+
+
+def _lower_coded(run: Run, lowerings: Mapping[OpOverload, Lowering]) -> None:
+    if lowerings:
+        run.keep_original()
+        _note(run.report, lower_coded(run.graph, lowerings, functools.partial(apply, run)))
         _erase_orphans(run)
 
 

@@ -62,7 +62,7 @@ def test_a_decode_step_in_a_long_context():
     (memory,) = report_of_a_step(16384).memory
     assert (memory.caches, memory.weights) == (16384 * (512 + 64) * 2, 0)
     # Of kernels: the attention, four projections, and two products per head; one of these takes AMX.
-    assert memory.calls == (7 if few_rows._library().has_tiles() else 6)
+    assert memory.calls == (7 if few_rows.library().has_tiles() else 6)
     keys_and_values = 16384 * 128 * (128 + 128) * 2
     assert memory.temporaries <= 64 * MIB < keys_and_values < memory.unfused
 

@@ -43,7 +43,7 @@ STORED = (by_columns, in_a_larger_weight, by_rows)
 
 def stored(dtype):
     """How a weight of this dtype may be stored here."""
-    has_tiles = few_rows._library().has_tiles()
+    has_tiles = few_rows.library().has_tiles()
     return STORED if dtype == torch.bfloat16 and has_tiles else STORED[:2]
 
 

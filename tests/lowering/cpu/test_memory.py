@@ -58,7 +58,7 @@ CASES = {  # the call, MiB that are free, and what is wanted at once
 @pytest.mark.parametrize("name", CASES)
 def test_memory_that_the_system_does_not_give_is_an_error(name):
     call, free, kernel, size = CASES[name]
-    if name == "pairs" and not few_rows._library().has_tiles():
+    if name == "pairs" and not few_rows.library().has_tiles():
         pytest.skip("without tiles, the kernel takes no memory")
     script = f"{BEGIN}\nlimited(*({call}), {free})\n"
     done = subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True)
