@@ -121,9 +121,11 @@ class CodeArithmetic(Arithmetic):
             raise NoMatch(because, self.source)
         return values[0], over
 
-    def drawn(self) -> Draws:
-        """Points in the dtype of the source, with ordinary rows: above all guards, and within 16 bits."""
-        return Draws.many(2, 4, 0).to(self.source.meta["val"].dtype)
+    def drawn(self, *, guarded: bool) -> Draws:
+        """Points in the dtype of the source, of all sizes that it holds with room for factors, or above all guards."""
+        dtype = self.source.meta["val"].dtype
+        most = 4.0 if dtype == torch.float16 else 30.0
+        return Draws.many(2.0 if guarded else -most, most, 0.0).to(dtype)
 
     def at(self, draws: Draws, *places: int, rounds: bool = False) -> list[Tensor]:
         """The values at some places. Casts between floats round if the program's own dtypes are asked for."""

@@ -108,7 +108,7 @@ def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, fo
 def _other_bits(evaluated: Evaluated, form: Form, number: float) -> Iterator[str]:
     """Whether codes and scales have other last bits than those of a kernel, before codes are rounded."""
     with unset_fake_temporarily():
-        draws = evaluated.arithmetic.drawn()
+        draws = evaluated.draws
         bound = largest(draws.row).float() * number
         bound = bound if evaluated.part is None or evaluated.part.factor is None else bound * draws.given.float()
         values = draws.value.float().minimum(bound).maximum(-bound)

@@ -2,9 +2,9 @@
 
     codes = round(clip(steps * value / m, -most, most)),   scale = unit * m,   m = max(max |value|, guard)
 
-Both are evaluated, and the numbers are found from their values. Where 127 steps or fewer are left by a clip, values
-were clipped to a part of their largest one. The number of steps may be divided by a graph input, and the unit
-multiplied by it: then that part is given.
+Both are evaluated, and the numbers are found from their values. If more or fewer than 127 steps are clipped to 127,
+values are clipped to a part of their largest one. A graph input that divides the steps and multiplies the unit is this
+part, or a number of times it is.
 
 Kernels have 127 steps and compute in float32. Codes of a program that does not may differ from theirs by 1; then
 `differences` says why."""
@@ -143,12 +143,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Quantised tokens, the part of the largest value to which they are clipped, and the arithmetic of them, with the
-    places of what is rounded and of the scale."""
+    """Quantised tokens, the part of the largest value to which they are clipped, and their arithmetic, with points in
+    the program's own dtype and the places of what is rounded and of the scale."""
 
     tokens: QuantisedTokens
     part: Part | None
     arithmetic: CodeArithmetic
+    draws: Draws
     places: tuple[int, int]
 
     @classmethod
@@ -163,7 +164,8 @@ class Evaluated:
         with unset_fake_temporarily():
             law = Law.of(arithmetic, *places)
             law.check(arithmetic, *places, node)
-            is_precise = _is_precise(arithmetic, *places)
+            draws = arithmetic.drawn(guarded=any(law.guards))
+            is_precise = _is_precise(arithmetic, draws, *places)
         bounds = codes.bounded(law.reached, law.offset)
         part = Part.of(law, bounds, next(iter(arithmetic.leaves.values()), None), node)
         narrow = (
@@ -173,12 +175,11 @@ class Evaluated:
         differences = *_differences(law, part), *(narrow or (() if is_precise else (LOST,)))
         factor = law.steps * law.unit
         quantised = resolve(value.origin, value.index).times(1.0 if math.isclose(factor, 1.0, rel_tol=5e-7) else factor)
-        return cls(QuantisedTokens(node, quantised, codes.calls, over, differences), part, arithmetic, places)
+        return cls(QuantisedTokens(node, quantised, codes.calls, over, differences), part, arithmetic, draws, places)
 
 
-def _is_precise(arithmetic: CodeArithmetic, code: int, scale: int) -> bool:
-    """Whether the program's dtypes lose no more than float32 does: large numbers may have been added and subtracted."""
-    draws = arithmetic.drawn()
+def _is_precise(arithmetic: CodeArithmetic, draws: Draws, code: int, scale: int) -> bool:
+    """Whether the program's dtypes lose no more than float32 does: large numbers may cancel, or leave its range."""
     codes, scales = arithmetic.at(draws, code, scale, rounds=True)
     exact, others = arithmetic.at(draws.to(torch.float64), code, scale)
     return bool(((codes - exact).abs() <= 1e-4).all() and ((scales - others).abs() <= 1e-5 * others).all())
