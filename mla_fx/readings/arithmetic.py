@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,12 @@ LOGARITHMS: dict[Any, float] = {aten.log.default: 1.0, aten.log2.default: math.l
 MOST_STEPS = 1000
 MOST_TERMS = MOST_PARTS + 1  # parts and a sink
 CLOSE = 1e-11
+CLAMPS = frozenset(
+    {
+        aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor, aten.clamp_min.Tensor,
+        aten.clamp_max.Tensor,
+    }
+)  # fmt: skip
 TESTS = frozenset({aten.eq.Scalar, aten.ne.Scalar})
 POINTWISE = frozenset(
     {
@@ -57,7 +63,7 @@ GUARDS = frozenset(
         *MASKED_FILL, aten.where.self, aten.nan_to_num.default, aten.isnan.default, aten.isinf.default,
         aten.isneginf.default, aten.isposinf.default, aten.isfinite.default, aten.logical_or.default,
         aten.logical_and.default, aten.logical_not.default, aten.bitwise_or.Tensor, aten.bitwise_and.Tensor,
-        aten.bitwise_not.default, aten.clamp.default, aten.clamp_min.default,
+        aten.bitwise_not.default, *CLAMPS,
     }
 )  # fmt: skip
 REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.amax.default, aten.logsumexp.default})
@@ -69,7 +75,6 @@ KEEP_SIGNS = frozenset(
     }
 )  # fmt: skip
 LARGER = frozenset({aten.maximum.default, aten.minimum.default})
-CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default})
 FIRST_OF_SEVERAL = frozenset({aten.max.dim, aten.log_sigmoid_forward.default})
 STEPS = POINTWISE | GUARDS | TESTS | REDUCTIONS | SOFTMAX | FIRST_OF_SEVERAL
 
@@ -131,11 +136,15 @@ class Arithmetic:
         return points
 
     def _values(self, places: Sequence[int], points: Points, leaves: Sequence[int]) -> list[Tensor]:
-        given = dict(zip(leaves, points.values, strict=True))
+        found = self.computed(dict(zip(leaves, points.values, strict=True)))
+        return [found[place].expand_as(points.values[0]) for place in places]
+
+    def computed(self, given: Mapping[int, Tensor]) -> list[Tensor]:
+        """The values at all places, for those of the leaves."""
         found: list[Tensor] = []
         for number, (step, operands) in enumerate(self.steps):
             found.append(given[number] if step is None else step(*(found[one] for one in operands)))
-        return [found[place].expand_as(points.values[0]) for place in places]
+        return found
 
     def is_close(self, one: Tensor, other: Tensor, points: Points) -> bool:
         """Whether two values are equal but for rounding: that of sums, and that of logarithms in exponents."""
@@ -188,7 +197,8 @@ class Arithmetic:
         """Note where a step changes from one piece to another."""
         if node.target in CLAMPS:
             limits = (limit for limit in args_of(node)[1:] if isinstance(limit, (int, float)) and math.isfinite(limit))
-            self.switches |= {self._add(functools.partial(operator.add, -limit), given): node for limit in limits}
+            self.switches |= {self._add(functools.partial(operator.add, -limit), given[:1]): node for limit in limits}
+            self.switches |= {self._add(torch.sub, [given[0], limit]): node for limit in given[1:]}
         elif node.target in LARGER:
             self.switches[self._add(torch.sub, given)] = node
         elif node.target is aten.abs.default:

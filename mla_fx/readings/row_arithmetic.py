@@ -26,9 +26,10 @@ from torch.fx import Node
 from mla_fx.errors import NoMatch, attempt
 from mla_fx.graph.provenance import name_of
 
-from .arithmetic import CLAMPS, EXPONENTIALS, LOG_SOFTMAX, SOFTMAX, Arithmetic, are_few
+from .arithmetic import EXPONENTIALS, LOG_SOFTMAX, SOFTMAX, Arithmetic, are_few
 from .axes import Axis, Index, fresh, of_axis, one_axis
-from .calls import args_of, argument
+from .bounds import bounded
+from .calls import args_of
 from .conditions import NOT
 from .contraction import SUMS, Contraction, reduced
 from .element import Element, element_of, operand, resolve
@@ -144,10 +145,9 @@ class Rows(Arithmetic):
 
     def _switch(self, node: Node, given: Sequence[int]) -> None:
         """A sum that is 1 or more is never below a number up to 1."""
-        if node.target in CLAMPS and given[0] in self.ones:
-            least, most = argument(node, 1, "min"), argument(node, 2, "max")
-            if most is None and isinstance(least, (int, float)) and least <= 1:
-                return
+        limited = bounded(node) if given[0] in self.ones else None
+        if limited is not None and limited[1].high == math.inf and limited[1].low <= 1:
+            return
         super()._switch(node, given)
 
     def _exponential(self, row: Row) -> int:

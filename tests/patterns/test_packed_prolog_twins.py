@@ -185,15 +185,15 @@ class CodesFlipped(Packed):
 
 
 NO_KEY = "behind 256 codes, rows hold torch.int8, expected a rotary key in 16 bits"
-NEIGHBOUR = "the codes of tokens are multiplied by a scale that they were not divided by"
+COMPUTED_FROM = "codes or scales of tokens are computed from {}, expected from a value and the largest one"
 TWINS = {
     ScalesFirst: "behind 256 codes, rows hold torch.float32, expected a rotary key in 16 bits",
     WideKeys: "behind 256 codes, rows hold torch.float32, expected a rotary key in 16 bits",
     NarrowTiles: "rows have one scale for 64 latents; mla_prolog_v3 writes one for 128",
-    ScalesOfTheNeighbour: NEIGHBOUR,
-    ScalesOfAnotherToken: NEIGHBOUR,
+    ScalesOfTheNeighbour: COMPUTED_FROM.format("flip"),
+    ScalesOfAnotherToken: COMPUTED_FROM.format("roll"),
     ScaleBeforeTheClip: "values are clipped to another part of their largest one than that of their scale",
-    ScaleBeforeTheClipByNumber: "the largest code of a token is 95.25, expected 127",
+    ScaleBeforeTheClipByNumber: "the largest code of a token is 95, expected 127",
     Unclipped: "a scale is that of a part of the largest value, to which no value is clipped",
     ClippedAbove: "values are clipped to two bounds, expected plus and minus one",
     AlphaOfEachTile: "tiles are clipped to different parts of their largest values, expected one",

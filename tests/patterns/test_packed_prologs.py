@@ -154,7 +154,7 @@ class ReciprocalRoots(Packed):
 
 
 class BoundOfTheScale(Packed):
-    """The bound is rounded once more than the scale."""
+    """The bound is rounded once more than in a kernel."""
 
     def tiles(self, x):
         scales = x.abs().amax(-1, keepdim=True) * self.alpha * (1 / 127)
@@ -192,9 +192,9 @@ DIFFERENCES = {
     Divided: [CODES],
     QuotientScales: [CODES, SCALES],
     Rounded: ["the latent is rounded to torch.bfloat16 before it is quantised, in a kernel it is not"],
-    Guarded: ["the largest value of a token counts as 1e-06 at least, in a kernel as it is", CODES, SCALES],
+    Guarded: ["the largest value of a token counts as 1e-06 at least, in a kernel as it is"],
     ReciprocalRoots: [ORDER],
-    BoundOfTheScale: [FROM_BELOW, CODES, SCALES],
+    BoundOfTheScale: [FROM_BELOW, CODES],
     RoundedProducts: [DEQUANTISED],
     ClippedFromBelowFirst: [FROM_BELOW],
     MaximumFirst: [FROM_BELOW],

@@ -94,23 +94,25 @@ def in_float8(x):
     return (x / scales).round().to(torch.float8_e4m3fn), scales
 
 
+COMPUTED_FROM = "codes or scales of tokens are computed from {}, expected from a value and the largest one"
+QUOTIENTS = "the codes of tokens are not a number of steps times value / largest magnitude"
 NEAR_TWINS = {
-    in_uint8: "codes are stored in torch.uint8, which does not hold all of them",
-    in_float8: "codes are stored in torch.float8_e4m3fn, which does not hold all of them",
+    in_uint8: "codes from -127 to 127 are cast to integers and not clamped before, so -1 wraps",
+    in_float8: "values that round to -17 have the code -16",
     truncated: "expected codes rounded to the nearest whole number, found div",
-    with_scales_of_the_neighbour: "the codes of tokens are multiplied by a scale that they were not divided by",
+    with_scales_of_the_neighbour: COMPUTED_FROM.format("roll"),
     by_the_largest_of_all_tokens: "the scale of the query's latent is not that of one token",
-    by_the_largest_without_sign: "expected the largest magnitude, found the largest mul",
-    by_the_mean: "expected a largest value, found mean",
-    by_the_largest_of_other_values: "the codes of tokens are divided by the largest of other values",
-    with_an_added_guard: "expected a largest value, found add",
+    by_the_largest_without_sign: QUOTIENTS,
+    by_the_mean: "the codes of tokens are not divided by a largest value",
+    by_the_largest_of_other_values: QUOTIENTS,
+    with_an_added_guard: QUOTIENTS,
     with_fewer_steps: "the largest code of a token is 100, expected 127",
-    clamped: "the codes of tokens are clamped to -100 and 100",
-    from_two_largest: "expected the largest magnitude, found the ends of two values",
-    in_half_steps: "expected codes rounded to the nearest whole number, found clamp",
-    beyond_int8: "codes from -128 to 128 are cast to integers from -128 to 127 and not clamped before, so they wrap",
-    with_a_bound_from_above: "the scale of a token is multiplied by -1",
-    with_a_zero_point: "expected codes rounded to the nearest whole number, found add",
+    clamped: "the largest code of a token is 100, expected 127",
+    from_two_largest: QUOTIENTS,
+    in_half_steps: "expected codes rounded to the nearest whole number, found mul",
+    beyond_int8: "codes from -128 to 128 are cast to integers and not clamped before, so 128 wraps",
+    with_a_bound_from_above: QUOTIENTS,
+    with_a_zero_point: "the codes have a zero point, expected none",
 }
 
 
@@ -131,7 +133,7 @@ class SmoothedByToken(Quantised):
 
 
 NOT_SMOOTHED = {
-    SmoothedScales: "the codes of tokens are divided by the largest of other values",
+    SmoothedScales: COMPUTED_FROM.format("linspace"),
     SmoothedByToken: "the query's latent is multiplied by a tensor that differs from token to token",
 }
 

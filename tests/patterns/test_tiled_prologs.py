@@ -264,7 +264,9 @@ class KeysOneSlotLater(ScalesOneSlotLater):
 
 
 TWINS = {
-    with_scales_of_the_neighbour: "the codes of tokens are multiplied by a scale that they were not divided by",
+    with_scales_of_the_neighbour: (
+        "codes or scales of tokens are computed from index, expected from a value and the largest one"
+    ),
     truncated: "expected codes rounded to the nearest whole number, found div",
     OneScale: "the scale of 32 adjacent codes is not that of these",
     ThreeTiles: "latents have 3 scales; mla_prolog_quant writes 4",

@@ -7,6 +7,7 @@ import torch
 from lib.traced import Traced
 
 from mla_fx.errors import NoMatch
+from mla_fx.readings.bounds import Bounds
 from mla_fx.readings.codes.products import quantised_product
 from mla_fx.readings.codes.whole_numbers import check_codes, whole_numbers
 from mla_fx.readings.element import resolve
@@ -46,23 +47,34 @@ def read(function):
 def test_bounds_and_what_casts_keep(name):
     held, function = CHAINS[name]
     traced, found = read(function)
-    assert found.held == held
+    bounds = found.bounded(Bounds(*held))
     rounded = VALUES.round()
     kept = (rounded >= held[0]) & (rounded <= held[1])
-    wanted = [found.bounds.of(number) for number in rounded[kept].tolist()]
-    assert traced.values[traced.out][kept].float().tolist() == wanted
+    assert traced.values[traced.out][kept].tolist() == rounded[kept].clamp(*bounds).tolist()
 
 
-def test_numbers_that_are_not_held_wrap():
-    _, found = read(CHAINS["cast, then clamped"][1])
-    found.check_held(*IN_INT8)
-    with pytest.raises(NoMatch, match="codes from -128 to 128 are cast to integers from -128 to 127 and not clamped"):
-        found.check_held(-128, 128)
+@pytest.mark.parametrize("name", [name for name, (held, _) in CHAINS.items() if held != EVERY])
+def test_numbers_that_are_not_held_wrap(name):
+    _, found = read(CHAINS[name][1])
+    with pytest.raises(NoMatch, match="codes from -inf to inf are cast to integers and not clamped before, so"):
+        found.bounded(Bounds())
 
 
-def test_a_bound_between_whole_numbers_gives_none():
-    with pytest.raises(NoMatch, match="expected codes rounded to the nearest whole number, found clamp"):
-        read(lambda x: x.round().clamp(-127.5, 127.5))
+EXPECTED = "expected codes rounded to the nearest whole number"
+OTHERS = {
+    "a bound between": ("values that round to -128 have the code -127.5", lambda x: x.round().clamp(-127.5, 127.5)),
+    "a zero point": ("the codes have a zero point", lambda x: (x.round() + 1).clamp(-128, 127)),
+    "in float8": ("values that round to 17 have the code 16", lambda x: x.clamp(0, 20).round().to(torch.float8_e4m3fn)),
+    "doubled": (f"{EXPECTED}, found mul", lambda x: (x.round() * 2).clamp(max=127)),
+    "truncated": (f"{EXPECTED}, found sin", lambda x: x.sin().to(torch.int8)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_codes_that_are_no_whole_numbers(name):
+    reason, function = OTHERS[name]
+    with pytest.raises(NoMatch, match=reason):
+        read(function)[1].bounded(Bounds())
 
 
 @pytest.mark.parametrize("name", ["the last bound counts", "rounded"])

@@ -6,7 +6,6 @@ it, or multiplies in 16 bits, may differ from an operator's by 1; `differences` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +15,16 @@ from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.readings.axes import Index
+from mla_fx.readings.bounds import Bounds
 from mla_fx.readings.calls import CASTS, DIVIDES, MULTIPLIES, args_of
 from mla_fx.readings.constant import constant
 from mla_fx.readings.element import Element, computed_between, narrows, operand, resolve
 from mla_fx.readings.views import MOVERS, Place
 
-from .whole_numbers import Codes, whole_numbers
+from .whole_numbers import ADDS, ZERO_POINT, Codes, WholeNumbers, whole_numbers
 
 aten = torch.ops.aten
-ADDS: frozenset[Any] = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
 RANGE = (-128.0, 127.0)
-ZERO_POINT = "the codes have a zero point, expected none"
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,10 @@ def static_codes(element: Element) -> Iterator[StaticCodes]:
     node = element.origin
     if node.meta["val"].dtype != torch.int8:
         raise NoMatch(f"expected codes in torch.int8, found {node.meta['val'].dtype}", node)
-    try:
-        codes = whole_numbers(element)
-    except NoMatch as miss:
-        if miss.node is None or miss.node.target not in ADDS:
-            raise
-        raise NoMatch(ZERO_POINT, miss.node) from None
-    if (bounds := codes.bounds) != RANGE:
+    codes = whole_numbers(element)
+    if (bounds := codes.bounded(Bounds())) != RANGE:
         raise NoMatch(f"the codes are clamped to {bounds.low:.6g} and {bounds.high:.6g}, expected -128 and 127", node)
-    codes.check_held(-math.inf, math.inf)
-    (product, index), dtypes = _before_casts(codes.value)
+    (product, index), dtypes = _before_casts(codes)
     _check_zero_point(product, index)
     ways = [*_ways(product, index)]
     if not ways:
@@ -76,10 +68,10 @@ def static_codes(element: Element) -> Iterator[StaticCodes]:
         yield StaticCodes(node, value, codes.calls, scale, number, is_divided, dtypes)
 
 
-def _before_casts(element: Element) -> tuple[Place, tuple[torch.dtype, ...]]:
-    """Where an element is computed or read, before casts, and the dtypes that it has from there on."""
-    node, index = element.seen
-    dtypes = [node.meta["val"].dtype]
+def _before_casts(codes: WholeNumbers) -> tuple[Place, tuple[torch.dtype, ...]]:
+    """Where a value is computed or read, before casts, and the dtypes that it has from there until it is rounded."""
+    node, index = codes.value.seen
+    dtypes = [*codes.dtypes, node.meta["val"].dtype]
     while node.target in CASTS and args_of(node)[0].meta["val"].is_floating_point():
         node, index = operand(args_of(node)[0], index).seen
         dtypes.append(node.meta["val"].dtype)

@@ -15,51 +15,55 @@ whose columns the parts are written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from mla_fx.errors import NoMatch, attempt
+from mla_fx.errors import NoMatch
+from mla_fx.graph.torch_private import unset_fake_temporarily
 from mla_fx.readings.axes import Axis, Index, combine, of_axis, whole
-from mla_fx.readings.bounds import clipped, unbounded
-from mla_fx.readings.calls import MULTIPLIES, args_of, options_of
-from mla_fx.readings.constant import constant, rounded
-from mla_fx.readings.element import Element, Scales, operand, operands, resolve
-from mla_fx.readings.same_value import equal_calls
+from mla_fx.readings.calls import args_of
+from mla_fx.readings.constant import rounded
+from mla_fx.readings.element import Element, Scales, resolve
 from mla_fx.readings.sizes import Size, at_most, plain, ratio
 from mla_fx.readings.views import shape_of
 
-from .tokens import STEPS, ClippedTo, QuantisedTokens, clipped_tokens, largest
-from .whole_numbers import whole_numbers
+from .code_arithmetic import largest
+from .tokens import STEPS, Evaluated, QuantisedTokens
 
 aten = torch.ops.aten
-INVERSE = rounded(1 / STEPS, torch.float32)
 HALVES = (torch.bfloat16, torch.float16)
 
 
 class Form(NamedTuple):
-    """How a kernel computes codes and scales: what multiplies a value, and its scale, as `_spelled` says them, and what
-    to say of others. `clips` says whether it clips values to a part of the largest one, which then counts as it."""
+    """How a kernel computes, from the bound to which values are clipped, what multiplies them and their scales; and
+    what to say of others. `clips` says whether the bound may be a part of the largest value."""
 
-    factor: str
-    scale: str
+    factor: Callable[[Tensor], Tensor]
+    scale: Callable[[Tensor], Tensor]
     other_codes: str
     other_scales: str
     clips: bool
 
 
+def _quotient(bound: Tensor) -> Tensor:
+    return torch.full_like(bound, STEPS) / bound  # two tensors: PyTorch divides a number by a tensor otherwise
+
+
 QUOTIENT = Form(
-    "127 / (bound)",
-    "1 / (127 / (bound))",
+    _quotient,
+    lambda bound: 1 / _quotient(bound),
     "codes are computed otherwise than as value * (127 / largest) with a true quotient, as a kernel does",
     "scales are computed otherwise than as 1 / (127 / largest) with a true quotient, as a kernel does",
     clips=False,
 )
 PRODUCT = Form(
-    "1 / (1/127 * (bound))",
-    "1/127 * (bound)",
+    lambda bound: 1 / (bound * (1 / STEPS)),
+    lambda bound: bound * (1 / STEPS),
     "codes are computed otherwise than as clipped value * (1 / scale), as a kernel does",
     "scales are computed otherwise than as bound * (1/127), as a kernel does",
     clips=True,
@@ -87,82 +91,32 @@ def quantised_tiles(codes: Element, column: Axis, scale: Element, tile: Axis, fo
         raise NoMatch(f"rows of {column.size} codes have {tile.size} scales", codes.origin)
     upper, lower = whole(column).split(width)
     scale = scale.at({tile: combine(0, [(upper, 1)])})
-    found, part = clipped_tokens(replace(codes, scales=Scales((scale,), scale.dtype)))
+    evaluated = Evaluated.of(replace(codes, scales=Scales((scale,), scale.dtype)))
+    found, part = evaluated.tokens, evaluated.part
     if found.over != (combine(0, [(lower, 1)]),):
         raise NoMatch(f"the scale of {width} adjacent codes is not that of these", codes.origin)
     if part is not None and not form.clips:
-        raise NoMatch("latents are clipped to a part of their largest one, expected all of it", part.clip.bound.origin)
-    differences = (
-        *found.differences,
-        *(() if _is_multiplied(codes, found.value, form, part) else (form.other_codes,)),
-        *(() if _spelled(unbounded(scale), part) == form.scale else (form.other_scales,)),
-    )
-    value = replace(found.value, top=None)  # of the row: the program reads it in tiles
-    number, factor = (1.0, None) if part is None else part[1:]
+        raise NoMatch("latents are clipped to a part of their largest one, expected all of it", codes.origin)
+    number, factor = (1.0, None) if part is None else (rounded(part.number, torch.float32), part.factor)
     if factor is not None and factor.axes:
         raise NoMatch("tiles are clipped to different parts of their largest values, expected one", factor.origin)
+    differences = (*found.differences, *_other_bits(evaluated, form, number))
+    value = replace(found.value, top=None)  # of the row: the program reads it in tiles
     return QuantisedTiles(codes.origin, value, found.whole, (), differences, width, number, factor)
 
 
-def _is_multiplied(codes: Element, value: Element, form: Form, part: ClippedTo | None) -> bool:
-    quotient = whole_numbers(codes).value
-    factors = operands(quotient)
-    if quotient.origin.target is not aten.mul.Tensor or not _is_as_computed(quotient):
-        return False
-    return value in map(_unclipped, factors) and any(_spelled(one, part) == form.factor for one in factors)
-
-
-def _unclipped(element: Element) -> Element:
-    clip = clipped(element)
-    return element if clip is None else clip.value
-
-
-def _spelled(element: Element, part: ClippedTo | None) -> str:
-    """How the program computes an element in float32 from the bound to which values are clipped, or their largest one:
-    each call on the way, where any other gives other numbers in the last bit; empty for an element that has others."""
-    if _is_bound(element, part):
-        return "bound"
-    node, index = element.origin, element.index
-    if _is_as_computed(element) and node.target is aten.reciprocal.default:
-        return _around("1 / ", operand(args_of(node)[0], index), part)
-    if _is_as_computed(element) and node.target is aten.div.Tensor and not options_of(node):
-        steps, divisor = args_of(node)[:2]  # two tensors: PyTorch divides a number by a tensor otherwise
-        is_true = isinstance(steps, Node) and constant(steps) == STEPS and isinstance(divisor, Node)
-        return _around("127 / ", unbounded(operand(divisor, index)), part) if is_true else ""
-    node, index = element.seen
-    if node.target not in MULTIPLIES or node.meta["val"].dtype != torch.float32 or element.roundings:
-        return ""
-    sides = args_of(node)[:2]
-    values = [side for side in sides if constant(side) is None]
-    numbers = [rounded(number, torch.float32) for side in sides if (number := constant(side)) is not None]
-    return _around("1/127 * ", operand(values[0], index), part) if numbers == [INVERSE] else ""
-
-
-def _around(call: str, element: Element, part: ClippedTo | None) -> str:
-    inner = _spelled(element, part)
-    return f"{call}({inner})" if inner else ""
-
-
-def _is_bound(element: Element, part: ClippedTo | None) -> bool:
-    """Whether this is the largest value, or the product of it and one factor to which values are clipped. Then it is
-    neither rounded nor multiplied."""
-    if part is None:
-        return _is_largest(element)
-    (node, index), (other, place) = element.seen, part.clip.bound.seen
-    if index != place or not equal_calls(node, other) or element.roundings:
-        return False
-    is_product = node.target in MULTIPLIES and node.meta["val"].dtype == torch.float32
-    return _is_largest(element) or (is_product and any(map(_is_largest, operands(Element(node, index)))))
-
-
-def _is_largest(element: Element) -> bool:
-    return attempt(largest, element) is not None and not element.roundings
-
-
-def _is_as_computed(element: Element) -> bool:
-    """Whether a value is computed in float32, and neither rounded nor multiplied after that."""
-    is_wide = element.origin.meta["val"].dtype == torch.float32
-    return is_wide and element.factor == 1.0 and not element.roundings
+def _other_bits(evaluated: Evaluated, form: Form, number: float) -> Iterator[str]:
+    """Whether codes and scales have other last bits than those of a kernel, before codes are rounded."""
+    with unset_fake_temporarily():
+        draws = evaluated.draws
+        bound = largest(draws.row).float() * number
+        bound = bound if evaluated.part is None or evaluated.part.factor is None else bound * draws.given.float()
+        values = draws.value.float().minimum(bound).maximum(-bound)
+        codes, scales = evaluated.arithmetic.at(draws, *evaluated.places, rounds=True)
+        if not (codes == values * form.factor(bound)).all():
+            yield form.other_codes
+        if not (scales == form.scale(bound)).all():
+            yield form.other_scales
 
 
 @dataclass(frozen=True)

@@ -113,11 +113,14 @@ def is_dynamic_quant(node: Node) -> bool:
     return node.target is operator.getitem and args_of(node)[1] == 0 and _is_call(args_of(node)[0], QUANTISER)
 
 
-def dynamic_quant(codes: Element, scale: Element) -> tuple[Element, tuple[Index, ...]]:
+def dynamic_quant(codes: Element, scales: tuple[Element, ...]) -> tuple[Element, tuple[Index, ...]]:
     """What npu_dynamic_quant quantised, and the indices that run over a token. Raises NoMatch unless the scale is that
     of the codes' token."""
     call = args_of(codes.origin)[0]
     _check_quantiser(call)
+    scale, *others = scales
+    if others:
+        raise NoMatch(f"the codes of {QUANTISER} have {len(scales)} scales, expected that of the call", codes.origin)
     if scale.origin.target is not operator.getitem or args_of(scale.origin) != (call, 1):
         because = f"the scale of the codes of {QUANTISER} is not that of the same call, but {label_of(scale.origin)}"
         raise NoMatch(because, codes.origin)

@@ -1,26 +1,31 @@
-"""Whole numbers that a program rounds to, clamps and casts: what is rounded, and which numbers are kept on the way."""
+"""Whole numbers that a program rounds to, clamps and casts: what is rounded, and what becomes of each whole number."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from mla_fx.errors import NoMatch
 from mla_fx.graph.provenance import name_of
-from mla_fx.readings.bounds import Bounds, bounded
+from mla_fx.graph.torch_private import unset_fake_temporarily
+from mla_fx.readings.bounds import BY_NUMBERS, Bounds, bounded
 from mla_fx.readings.calls import CASTS, args_of
-from mla_fx.readings.element import Element, operand, resolve
+from mla_fx.readings.element import Element, computed_between, computed_from, element_of, resolve
 from mla_fx.readings.reading import Reading
+from mla_fx.readings.views import MOVERS
+
+from .code_arithmetic import CodeArithmetic, Draws
 
 aten = torch.ops.aten
-MOST_CALLS = 20  # between codes and what is rounded
-# The dtypes that hold every code, from -128 to 127.
-WHOLE = frozenset(
-    {torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64}
-)
+ADDS: frozenset[Any] = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
+STEPS = frozenset({*MOVERS, *CASTS, *ADDS, *BY_NUMBERS, aten.trunc.default})
+ZERO_POINT = "the codes have a zero point, expected none"
 
 
 @dataclass(frozen=True)
@@ -34,84 +39,75 @@ class Codes(Reading):
 
 @dataclass(frozen=True)
 class WholeNumbers:
-    """The nearest whole numbers of `value`, which the program rounds at `rounded`, between two bounds.
-
-    Casts on the way wrap whole numbers that are not in `held`."""
+    """The nearest whole numbers of `value`, from which `calls` compute the codes. Before it is rounded, the value may
+    be cast to `dtypes`, and be bounded."""
 
     value: Element
-    rounded: Node
-    bounds: Bounds
-    held: Bounds
     calls: tuple[Node, ...]
+    dtypes: tuple[torch.dtype, ...]
+    arithmetic: CodeArithmetic
+    place: int
 
-    def check_held(self, low: float, high: float) -> None:
-        """Raises NoMatch unless the casts on the way keep whole numbers from `low` to `high`."""
-        if low < self.held.low or high > self.held.high:
-            held, found = (f"{numbers.low:.6g} to {numbers.high:.6g}" for numbers in (self.held, Bounds(low, high)))
-            said = f"codes from {found} are cast to integers from {held} and not clamped before, so they wrap"
-            raise NoMatch(said, self.calls[0])
+    def of(self, numbers: Tensor) -> Tensor:
+        """The codes of whole numbers; NaN for those that an integer does not hold, which a cast may wrap."""
+        return self.arithmetic.at(Draws(numbers, numbers, numbers), self.place, rounds=True)[0].double()
+
+    def bounded(self, within: Bounds, offset: float = 0.0) -> Bounds:
+        """The bounds of codes, for whole numbers in some bounds to which an offset was added. Raises NoMatch unless
+        each of them is its own code, as far as the bounds."""
+        with unset_fake_temporarily():
+            numbers = whole().clamp(*within)
+            codes, node = self.of(numbers + offset), self.calls[0]
+            kept = codes[~codes.isnan()]
+            found = Bounds(kept.min().item(), kept.max().item())
+            others = (codes != numbers.clamp(*found)) | (codes != codes.round())
+            if others[numbers == 0].any():
+                raise NoMatch(ZERO_POINT, node)
+            number = min(numbers[others].tolist(), key=abs, default=None)
+            if len(kept) < len(codes):
+                said = f"codes from {within.low:.6g} to {within.high:.6g} are cast to integers and not clamped before"
+                raise NoMatch(f"{said}, so {number:.6g} wraps", node)
+            if number is not None:
+                code = codes[numbers == number][0].item()
+                raise NoMatch(f"values that round to {number:.6g} have the code {code:.6g}", node)
+        return found
+
+
+@functools.cache
+def whole() -> Tensor:
+    """All small whole numbers, and some on each scale."""
+    large = 2.0 ** torch.arange(11, 100, dtype=torch.float64)
+    ends = torch.cat((large, torch.full((1,), math.inf)))
+    return torch.cat((torch.arange(-1024, 1025), ends, -ends))
 
 
 def whole_numbers(element: Element) -> WholeNumbers:
     """What an element is rounded from, to the nearest whole number. Raises NoMatch if it is not rounded so."""
-    bounds, held = Bounds(), Bounds()
-    node, index = element.origin, element.index
-    calls = list[Node]()
-    for _ in range(MOST_CALLS):
-        calls.append(node)
-        if (dtype := node.meta["val"].dtype) not in WHOLE:
-            raise NoMatch(f"codes are stored in {dtype}, which does not hold all of them", node)
-        if node.target is aten.round.default:
-            break
-        if (limited := bounded(node)) is not None and all(map(_is_whole, limited[1])):
-            value, own = limited
-            bounds, held = bounds.after(own), _held_behind(own, held)
-        elif node.target in CASTS or node.target is aten.trunc.default:  # of whole numbers, if they are rounded before
-            value, held = args_of(node)[0], _held_by(held, dtype)
-        else:
-            break
-        found = operand(value, index)
-        if found.factor != 1.0:
-            break
-        node, index, held = found.origin, found.index, _held_by(held, *found.roundings)
-    if node.target is not aten.round.default:
-        raise NoMatch(f"expected codes rounded to the nearest whole number, found {name_of(node)}", node)
-    rounded = args_of(node)[0]
-    quotient = resolve(rounded, index)
-    held = _held_by(held, *quotient.roundings)
-    while quotient.factor == 1.0 and (limited := bounded(quotient.origin)) is not None:
-        inner, own = limited
-        bounds, held = bounds.after(own), _held_behind(own, held)
-        quotient = operand(inner, quotient.index)
-        held = _held_by(held, *quotient.roundings)
-    return WholeNumbers(quotient, rounded, bounds, held, tuple(calls))
-
-
-def _is_whole(bound: float) -> bool:
-    return math.isinf(bound) or bound.is_integer()
-
-
-def _held_by(held: Bounds, *dtypes: torch.dtype) -> Bounds:
-    """The whole numbers in `held` that casts keep. Floats round large ones, which matters only if some must be held."""
-    for dtype in dtypes:
-        if dtype.is_floating_point and held == Bounds():
-            continue
-        most = 2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max
-        least = -most if dtype.is_floating_point else torch.iinfo(dtype).min
-        held = Bounds(max(held.low, least), min(held.high, most))
-    return held
-
-
-def _held_behind(bounds: Bounds, held: Bounds) -> Bounds:
-    """The numbers that are in `held` once they are bounded."""
-    low = -math.inf if bounds.low >= held.low else held.low
-    return Bounds(low, math.inf if bounds.high <= held.high else held.high)
+    start = element.origin
+    walked = [*computed_from(start, lambda node: node.target not in STEPS)] if start.target in STEPS else [start]
+    rounded = next((node for node in walked if node.target is aten.round.default), None)
+    if rounded is None:
+        other = next((node for node in walked if node.target not in STEPS), start)
+        raise NoMatch(f"expected codes rounded to the nearest whole number, found {name_of(other)}", other)
+    given = source = args_of(rounded)[0]
+    while (value := element_of(source)).factor == 1.0 and (limited := bounded(value.origin)) is not None:
+        source = limited[0]
+    arithmetic = CodeArithmetic(source=value.seen[0])
+    place = arithmetic.read(Element(start, element.index))
+    inside, *others = arithmetic.values.values()
+    if others:
+        raise NoMatch("codes are computed from several rounded values", start)
+    calls = *computed_between(start, {rounded}), rounded
+    between = computed_between(given, {value.seen[0]})
+    dtypes = tuple(node.meta["val"].dtype for node in between)
+    return WholeNumbers(resolve(inside.origin, inside.index), calls, dtypes, arithmetic, place)
 
 
 def check_codes(element: Element) -> None:
     """Raises NoMatch unless an element is a whole number that int8 holds."""
     if element.origin.meta["val"].dtype == torch.int8:
         return
-    low, high = whole_numbers(element).bounds
-    if low < -128 or high > 127:
-        raise NoMatch("the codes of tokens are not clamped to the range of int8", element.origin)
+    with unset_fake_temporarily():
+        codes = whole_numbers(element).of(whole())
+        if not ((codes >= -128) & (codes <= 127)).all():
+            raise NoMatch("the codes of tokens are not clamped to the range of int8", element.origin)
