@@ -62,7 +62,7 @@ LATE = {
     "a maximum": (lambda e: e.amax(-1, keepdim=True), NOT_BY_SUM),
     "a sum of sines": (lambda e: e.sin().sum(-1, keepdim=True), NOT_BY_SUM),
     "at least two": (lambda e: e.sum(-1, keepdim=True).clamp(min=2.0), NOT_BY_SUM),
-    "at most ten": (lambda e: e.sum(-1, keepdim=True).clamp(1e-9, 10.0), NOT_BY_SUM),
+    "at most ten": (lambda e: e.sum(-1, keepdim=True).clamp(1e-9, 10.0), "a case that no attention provably reaches"),
     "two for one": (
         lambda e: torch.where(e.sum(-1, keepdim=True) == 1, 2.0, e.sum(-1, keepdim=True)),
         "expected arithmetic on floats",
