@@ -102,7 +102,7 @@ def test_a_wrong_lowering_shows_where_it_is_compiled(monkeypatch, capsys):
             out, lse = function(*given, **settings)
             return out * 1.001, lse
 
-        return inlined(self, slightly if "loops.latents" in function.__module__ else function, *args, **options)
+        return inlined(self, slightly if "loops.attention" in function.__module__ else function, *args, **options)
 
     inlined = Emitter.inlined
     monkeypatch.setattr(Emitter, "inlined", wrong)

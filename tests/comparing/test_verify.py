@@ -111,7 +111,7 @@ def test_verify_finds_a_wrong_lowering(monkeypatch):
             out, lse = function(*given, **settings)
             return out * 1.001, lse
 
-        is_attention = function.__module__.endswith("loops.latents")
+        is_attention = function.__module__.endswith("loops.attention")
         return inlined(self, slightly if is_attention else function, *args, **options)
 
     inlined = Emitter.inlined
