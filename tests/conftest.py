@@ -5,6 +5,7 @@ import gc
 import os
 import tempfile
 import zlib
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
@@ -15,9 +16,11 @@ import torch
 import torch._functorch.config
 from functorch.compile import make_boxed_func
 from lib import outcomes
+from lib.sources import ROOT
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
 
+from mla_fx import lowering, patterns
 from mla_fx.comparing import plans, region
 from mla_fx.passes import prove
 
@@ -38,6 +41,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    for plugins in (patterns, lowering):  # where an editable install of another checkout says
+        if ROOT not in Path(plugins.__file__).parents:
+            raise pytest.UsageError(f"{plugins.__file__} is not of {ROOT}: run `pip install -e .` there")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # Dynamo times the guards of each graph, and flushes the processor's caches before that, which takes 20 ms
     torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0
