@@ -25,7 +25,8 @@ from mla_fx.comparing import plans, region
 from mla_fx.passes import prove
 
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
-MANY = 6  # slow cases of one test; if there are more, a third of them runs
+MANY = 6  # slow cases of one test; if there are more, a quarter of them runs
+QUARTER = (0, 3, 6)  # of twelve
 ABOUT_GRAPHS = ("patterns", "readings", "soundness")  # folders of tests
 IS_STARTED_BY_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 
@@ -53,19 +54,19 @@ def pytest_collection_modifyitems(config, items):
     left_out = [tier for tier in TIERS if not config.getoption(tier)]
     dropped = {item for item in items if any(item.get_closest_marker(tier) for tier in left_out)}
     if not config.getoption("--every") and not config.getoption("--campaign"):
-        dropped |= two_thirds_of_many(item for item in items if item not in dropped)
+        dropped |= three_quarters_of_many(item for item in items if item not in dropped)
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
 
 
-def two_thirds_of_many(items):
+def three_quarters_of_many(items):
     """The slow cases that do not run of each test with many. Their names decide, so the same run every time."""
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("every"):
             cases[item.nodeid.partition("[")[0]].append(item)
     large = [case for each in cases.values() if len(each) > MANY for case in each]
-    return {case for case in large if zlib.crc32(case.nodeid.encode()) % 3}
+    return {case for case in large if zlib.crc32(case.nodeid.encode()) % 12 not in QUARTER}
 
 
 def pytest_collection_finish():
