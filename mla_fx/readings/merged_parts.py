@@ -147,7 +147,8 @@ class _Values:
             weight = self._value(points)
             pairs += [place for place, share in enumerate(shares) if self.read.is_close(weight, share, points)][:1]
         if len({*pairs}) != len(parts):
-            raise NoMatch("parts are not weighted by the shares that their logarithms give them", self.node)
+            because = "parts are not weighted by the shares that their logarithms give them"
+            raise NoMatch(because if len(self.lses) == len(parts) else NO_PARTS, self.node)
         pairs += (place for place in range(len(self.lses)) if place not in pairs)
         found = replace(self, lses=[self.lses[pair] for pair in pairs])
         if not self.read.is_close(found._value(self.drawn), self.drawn.shared(self.drawn.outs), self.drawn):

@@ -115,7 +115,7 @@ TWINS = {
     "NaN replaced": (lambda outs, lses: by_softmax([out.nan_to_num(0) for out in outs], lses), REPLACED),
     "a part twice": (lambda outs, lses: by_softmax((outs[0], outs[0]), lses), PARTS),
     "two sinks": (lambda outs, lses: beside_a_sink(outs, [*lses, SINK.flip(0).expand_as(lses[0])]), PARTS),
-    "a sink twice": (lambda outs, lses: beside_a_sink(outs, [*lses, SINK.expand_as(lses[0])]), SHARES),
+    "a sink twice": (lambda outs, lses: beside_a_sink(outs, [*lses, SINK.expand_as(lses[0])]), PARTS),
     "in base two": (lambda outs, lses: by_softmax(outs, [lse * 0.6931471805599453 for lse in lses]), SHARES),
 }
 INSIDE = {
