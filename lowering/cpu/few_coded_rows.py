@@ -14,7 +14,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean
 from mla_fx.target import Compiled
 
-from .few_rows import FOR_ONE_ROW, FOR_SEVERAL, FUNCTIONS, MOST_ROWS, STEP, is_dense, library
+from .few_rows import FOR_ONE_ROW, FOR_SEVERAL, FUNCTIONS, MOST_ROWS, STEP, is_dense, laid_out, library
 
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 CALL = struct.Struct("21q")  # `Call` of `Coded` in the C++ file
@@ -56,16 +56,13 @@ def run(
     is_by_columns = codes.stride(-2) == 1
     coding = _coding(codes, scales, zeros, (tile_n, tile_k) if is_by_columns else (tile_k, tile_n))
     if 0 < count <= MOST_ROWS:
-        rows = rows if is_dense(rows) else rows.contiguous()
-        out = rows.new_empty((*rows.shape[:-1], codes.shape[-1]))
-        rows_b = 0 if rows.dim() == 2 else rows.stride(0)
-        rows_m = rows.shape[-1] if count == 1 else rows.stride(-2)  # that of one row may be any number
-        sizes = count, codes.shape[-1], codes.shape[-2], rows_b, rows_m
+        rows, out, sizes = laid_out(rows, codes.shape[-1])
         _call(COLUMNS if is_by_columns else ROWS, rows, codes, coding, sizes, out)
         return out
     lines = codes.mT if is_by_columns else codes
     weight = rows.new_empty(lines.shape)
-    _call(NUMBERS, rows, codes, coding, (0, *lines.shape[-2:], 0, 0), weight)
+    batch = 1 if codes.dim() == 2 else codes.shape[0]
+    _call(NUMBERS, rows, codes, coding, (batch, 0, *lines.shape[-2:], 0, 0), weight)
     return rows @ (weight.mT if is_by_columns else weight)
 
 
@@ -93,8 +90,7 @@ def _call(
     way: int, rows: Tensor, codes: Tensor, coding: tuple[int, ...], sizes: tuple[int, ...], out: Tensor
 ) -> None:
     has_scales, has_zeros = (coding[place] != 0 for place in (3, 7))
-    batch = 1 if codes.dim() == 2 else codes.shape[0]
-    call = CALL.pack(rows.data_ptr(), out.data_ptr(), batch, *sizes, *coding)
+    call = CALL.pack(rows.data_ptr(), out.data_ptr(), *sizes, *coding)
     kind = SHIFTED if has_zeros else SCALED if has_scales else AS_THEY_ARE
     library().few_coded_rows(call, rows.dtype == torch.bfloat16, CODES.index(codes.dtype), kind, way)
 

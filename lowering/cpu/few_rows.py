@@ -42,19 +42,24 @@ def lower(rows: Tensor, weight: Tensor) -> Compiled:
 
 def run(rows: Tensor, weight: Tensor) -> Tensor:
     """[M, K] @ [K, N] or [B, M, K] @ [B, K, N]"""
-    count, inner = rows.shape[-2:]
+    count = rows.shape[-2]
     if rows.dtype not in FUNCTIONS or not 0 < count <= MOST_ROWS or library() is None:
         return rows @ weight  # the check of a rewrite computes in float64
-    rows = rows if is_dense(rows) else rows.contiguous()
-    is_by_columns, columns = weight.stride(-2) == 1, weight.shape[-1]
-    out = rows.new_empty((*rows.shape[:-1], columns))
-    batch, rows_b, weight_b = (1, 0, 0) if rows.dim() == 2 else (rows.shape[0], rows.stride(0), weight.stride(0))
-    rows_m = inner if count == 1 else rows.stride(-2)  # that of one row may be any number
-    sizes = batch, count, columns, inner, rows_b, rows_m
+    rows, out, sizes = laid_out(rows, weight.shape[-1])
+    is_by_columns, weight_b = weight.stride(-2) == 1, 0 if weight.dim() == 2 else weight.stride(0)
     strides = weight_b, weight.stride(-1 if is_by_columns else -2)
     call = CALL.pack(rows.data_ptr(), out.data_ptr(), *sizes, weight.data_ptr(), *strides)
     getattr(library(), FUNCTIONS[rows.dtype])(call, is_by_columns)
     return out
+
+
+def laid_out(rows: Tensor, columns: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Dense rows, an empty result, and `Sizes` of the C++ file: B, M, N, K, and the strides of products and rows."""
+    count, inner = rows.shape[-2:]
+    rows = rows if is_dense(rows) else rows.contiguous()
+    batch, rows_b = (1, 0) if rows.dim() == 2 else (rows.shape[0], rows.stride(0))
+    rows_m = inner if count == 1 else rows.stride(-2)  # that of one row may be any number
+    return rows, rows.new_empty((*rows.shape[:-1], columns)), (batch, count, columns, inner, rows_b, rows_m)
 
 
 def fake(rows: Tensor, weight: Tensor) -> Tensor:

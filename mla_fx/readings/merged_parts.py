@@ -136,8 +136,7 @@ class _Values:
     drawn: Points
 
     def paired(self) -> _Values:
-        """The same with the logarithm of each part in its place, and a sink behind them. Raises NoMatch if the value is
-        no merge."""
+        """Pair each part with its logarithm, and put a sink behind them. Raises NoMatch if the value is no merge."""
         parts, shares = range(len(self.outs)), self.drawn.shares
         pairs = list[int]()
         for part in parts:

@@ -26,7 +26,7 @@ from .views import fresh_index
 
 aten = torch.ops.aten
 
-SOME = 0.01  # a share that one logit less or more changes
+LEAST_SHARE = 0.01  # of a part or a sink, from which a logit can be told
 QUOTIENTS = frozenset({aten.div.Tensor, aten.mul.Tensor})
 NAN_REPLACED = (
     "NaN among the attention probabilities is replaced, whatever it comes from; the operators give zeros only for rows "
@@ -103,7 +103,7 @@ def _evaluated(element: Element, read: Rows) -> Softmax:
 def _number_beside(found: Tensor, drawn: Points) -> float | None:
     """The logit of one more column, if that is a number: the sum is larger by its exponential."""
     shares = found / drawn.outs[0]
-    is_partial = (shares > SOME) & (shares < 1 - SOME) & (drawn.shares[0] == 1)
+    is_partial = (shares > LEAST_SHARE) & (shares < 1 - LEAST_SHARE) & (drawn.shares[0] == 1)
     logits = (drawn.lses[0] + (1 / shares - 1).log())[is_partial]
     return logits.median().item() if len(logits) else None
 

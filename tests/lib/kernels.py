@@ -1,11 +1,24 @@
 """What the tests of C++ kernels share."""
 
 import functools
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import torch
 from mla_fx.lowering.cpu import built
 from torch._inductor.utils import run_and_get_code
+
+# Without AMX, without 512 bits, and without any instructions of vectors.
+LESSER_PROCESSORS = "DNNL_MAX_CPU_ISA=AVX512_CORE_BF16", "ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=default"
+
+
+def check_on(processor, file, chosen):
+    """Run the chosen tests of a file in a process that uses no more of the processor."""
+    name, value = processor.split("=")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen]
+    subprocess.run(command, check=True, env=os.environ | {name: value}, stdout=subprocess.DEVNULL)
 
 
 def draw(*shape, seed=0):

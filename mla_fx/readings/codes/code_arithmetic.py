@@ -84,7 +84,7 @@ class Draws:
         return cls(shares * sizes * signs[0], row / largest(row) * sizes, (uniform() + 0.25) * signs[1])
 
     def to(self, dtype: torch.dtype) -> Draws:
-        """The same in a dtype, with positive numbers for the graph input."""
+        """Cast values and rows to a dtype, and make the graph input positive."""
         return Draws(self.value.to(dtype), self.row.to(dtype), self.given.abs().to(dtype))
 
 

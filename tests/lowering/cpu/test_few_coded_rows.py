@@ -4,13 +4,10 @@ The oracle is the product in float64 with the weight that the program dequantise
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from lib.kernels import draw, without_a_compiler
+from lib.kernels import LESSER_PROCESSORS, check_on, draw, without_a_compiler
 from mla_fx.lowering.cpu import few_coded_rows, few_rows
 from mla_fx.lowering.cpu.few_coded_rows import CODES
 
@@ -180,12 +177,6 @@ def test_without_a_compiler_the_numbers_are_multiplied(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "most", ["DNNL_MAX_CPU_ISA=AVX512_CORE_BF16", "ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=default"]
-)
-def test_on_lesser_processors(most):
-    """Without AMX, without 512 bits, and without any instructions of vectors."""
-    name, value = most.split("=")
-    chosen = ["-k", "product or points or every"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *chosen]
-    subprocess.run(command, check=True, env=os.environ | {name: value}, stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("processor", LESSER_PROCESSORS)
+def test_on_lesser_processors(processor):
+    check_on(processor, __file__, "product or points or every")

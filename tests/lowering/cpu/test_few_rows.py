@@ -4,14 +4,11 @@ The oracle is the product in float64. The library's own product says which error
 
 import itertools
 import math
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from lib.kernels import compiled, draw, without_a_compiler
+from lib.kernels import LESSER_PROCESSORS, check_on, compiled, draw, without_a_compiler
 from mla_fx.lowering.cpu import few_rows
 
 import mla_fx
@@ -201,12 +198,6 @@ def test_without_a_compiler_the_library_multiplies_and_a_warning_says_so(monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "most", ["DNNL_MAX_CPU_ISA=AVX512_CORE_BF16", "ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=default"]
-)
-def test_on_lesser_processors(most):
-    """Without AMX, without 512 bits, and without any instructions of vectors."""
-    name, value = most.split("=")
-    chosen = ["-k", "product or strides or extreme"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *chosen]
-    subprocess.run(command, check=True, env=os.environ | {name: value}, stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("processor", LESSER_PROCESSORS)
+def test_on_lesser_processors(processor):
+    check_on(processor, __file__, "product or strides or extreme")
