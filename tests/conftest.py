@@ -5,6 +5,7 @@ import gc
 import os
 import tempfile
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +21,6 @@ from lib.sources import ROOT
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
 
-from mla_fx import lowering, patterns
 from mla_fx.comparing import plans, region
 from mla_fx.passes import prove
 
@@ -42,9 +42,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    for plugins in (patterns, lowering):  # where an editable install of another checkout says
-        if ROOT not in Path(plugins.__file__).parents:
-            raise pytest.UsageError(f"{plugins.__file__} is not of {ROOT}: run `pip install -e .` there")
+    for found in map(find_spec, ("mla_fx.patterns", "mla_fx.lowering")):  # None where nothing is installed
+        if found is not None and ROOT not in Path(found.origin).parents:  # the install of another checkout
+            raise pytest.UsageError(f"{found.origin} is not of {ROOT}: run `pip install -e .` there")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # Dynamo times the guards of each graph, and flushes the processor's caches before that, which takes 20 ms
     torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0
