@@ -301,7 +301,7 @@ void by_written_columns(const Call<T, Weight>& call) {
   Buffer<Kept> numbers(at::get_num_threads() * of_thread);
 #pragma omp parallel
   {
-    Kept* own = numbers.get() + at::get_thread_num() * of_thread;
+    Kept* own = numbers.get() + omp_get_thread_num() * of_thread;
     each_block(call.sizes, COLUMNS, [&](int64_t b, int64_t first, int64_t count) {
       const Product a(call, b);
       for (int64_t n = first; n < first + count; n += AT_ONCE) {
