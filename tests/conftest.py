@@ -22,6 +22,7 @@ from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
 
 from mla_fx.comparing import plans, region
+from mla_fx.ops.common import machine
 from mla_fx.passes import prove
 
 TIERS = {"slow": "takes seconds, and runs in CI", "campaign": "takes minutes"}
@@ -93,6 +94,12 @@ def inductor_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def fast_bfloat16(monkeypatch):
+    """What a call is lowered to is the same on all machines."""
+    monkeypatch.setattr(machine, "multiplies_bfloat16", lambda: True)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from mla_fx.ops.emitted.attention.arguments import (
     is_masked,
     refuse_others,
 )
+from mla_fx.ops.emitted.attention.codes import dtype_of
 from mla_fx.ops.emitted.attention.heads import absorbed
 from mla_fx.ops.emitted.attention.operator import fake, kernel
 from mla_fx.ops.emitted.attention.pages import context_of
@@ -42,7 +43,7 @@ def lower_latents(a: Arguments) -> Compiled:
     if scores is None or a.return_lse:
         return attend
     most = costs.SCORES_IN_ONE_PIECE if context <= costs.COPIED_KEYS else costs.SCORES_IN_PAGES
-    return from_copies if scores <= most else attend
+    return from_copies if scores <= costs.of_loops(most, dtype_of(a)) else attend
 
 
 def lower_heads(a: Arguments) -> Compiled:

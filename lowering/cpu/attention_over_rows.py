@@ -44,7 +44,7 @@ def check_served(a: Arguments) -> None:
     if a.query.device.type != "cpu" or dtype not in DTYPES or a.kv_cache.dim() != 3:
         raise NoMatch("the kernel is for CPUs, caches of rows, and at most 32 bits")
     scores = count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
-    is_small = scores is not None and scores <= costs.SCORES_IN_ONE_PIECE
+    is_small = scores is not None and scores <= costs.of_loops(costs.SCORES_IN_ONE_PIECE, dtype)
     if a.block_table is None and a.indices is None and (is_small or dtype != torch.bfloat16):
         raise NoMatch("for contexts in one piece, the kernel is for many scores of bfloat16")
     if not is_built():

@@ -8,6 +8,8 @@ from mla_fx.ops.emitted.attention.arguments import Arguments
 from mla_fx.ops.emitted.attention.pages import context_of
 from mla_fx.readings.sizes import Size
 
+from . import wide_products
+
 MOST_ABSORBED = 128  # query tokens
 MOST_WITHOUT_TILES = 64  # the same without AMX, for contexts of at most SHORT tokens
 SHORT = 2048
@@ -21,6 +23,11 @@ COPIED_KEYS = 2**8  # of a context, at most
 
 CHOSEN = 4  # times as many keys as are chosen: with fewer, attention of latents to all of them takes less time
 OF_HEADS, SHARED = 3, 64  # the same for heads, without AMX: times as many keys, and more for each head that shares them
+
+
+def of_loops(scores: int, dtype: torch.dtype) -> int:
+    """So many scores at most are for loops: none where loops multiply the dtype slowly."""
+    return 0 if wide_products.are_faster(dtype) else scores
 
 
 def most_absorbed_tokens(device: torch.device, context: Size) -> int:

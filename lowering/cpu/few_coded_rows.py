@@ -14,7 +14,8 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean
 from mla_fx.target import Compiled
 
-from .few_rows import FOR_ONE_ROW, FOR_SEVERAL, FUNCTIONS, MOST_ROWS, STEP, is_dense, laid_out, library
+from . import wide_products
+from .few_rows import FOR_ONE_ROW, FOR_SEVERAL, FUNCTIONS, MOST_ROWS, STEP, are_taken, is_dense, laid_out, library
 
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 CALL = struct.Struct("21q")  # `Call` of `Coded` in the C++ file
@@ -32,7 +33,7 @@ def lower(
     if not all(isinstance(number, int) for number in (*sizes, *strides, tile_k, tile_n)):
         raise NoMatch("the kernel is for weights of fixed sizes")
     least = FOR_ONE_ROW if count == 1 else FOR_SEVERAL
-    if codes.numel() < least or (isinstance(count, int) and not 0 < count <= MOST_ROWS):
+    if codes.numel() < least or not are_taken(rows):
         raise NoMatch("the kernel is for large weights and few rows")
     if zeros is not None and codes.dtype != torch.int8:
         raise NoMatch("the kernel takes zero points of int8")
@@ -63,7 +64,7 @@ def run(
     weight = rows.new_empty(lines.shape)
     batch = 1 if codes.dim() == 2 else codes.shape[0]
     _call(NUMBERS, rows, codes, coding, (batch, 0, *lines.shape[-2:], 0, 0), weight)
-    return rows @ (weight.mT if is_by_columns else weight)
+    return wide_products.product(rows, weight.mT if is_by_columns else weight)
 
 
 def _coding(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, tile: tuple[int, int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from mla_fx.errors import NoMatch
 from mla_fx.ops.common.lean import define_lean
 from mla_fx.target import Compiled
 
+from . import wide_products
 from .built import built
 
 FUNCTIONS = {torch.bfloat16: "few_bfloat16_rows", torch.float16: "few_float16_rows"}
@@ -29,10 +30,12 @@ def lower(rows: Tensor, weight: Tensor) -> Compiled:
         raise NoMatch("the kernel is for large weights of fixed sizes")
     if weight.device.type != "cpu" or rows.dtype != weight.dtype or weight.dtype not in FUNCTIONS:
         raise NoMatch("the kernel is for CPUs and 16 bits")
+    if not are_taken(rows):
+        raise NoMatch("a library multiplies such rows faster")
+    if isinstance(rows.shape[-2], int) and rows.shape[-2] > MOST_ROWS:
+        return few_rows
     if sizes[-2] % STEP != 0 or not (is_dense(weight) or is_dense(weight.mT)):
         raise NoMatch(f"the kernel is for rows of a multiple of {STEP} numbers, and weights that are stored densely")
-    if isinstance(rows.shape[-2], int) and not 0 < rows.shape[-2] <= MOST_ROWS:
-        raise NoMatch("a library multiplies such rows faster")
     if library() is None:
         raise NoMatch("its C++ kernel was not built")
     if strides[-2] != 1 and (weight.dtype != torch.bfloat16 or not library().has_tiles()):
@@ -40,11 +43,17 @@ def lower(rows: Tensor, weight: Tensor) -> Compiled:
     return few_rows
 
 
+def are_taken(rows: Tensor) -> bool:
+    """Whether there are few rows, or more than a library multiplies fast."""
+    count = rows.shape[-2]
+    return not isinstance(count, int) or 0 < count <= (2**63 if wide_products.are_faster(rows.dtype) else MOST_ROWS)
+
+
 def run(rows: Tensor, weight: Tensor) -> Tensor:
     """[M, K] @ [K, N] or [B, M, K] @ [B, K, N]"""
     count = rows.shape[-2]
     if rows.dtype not in FUNCTIONS or not 0 < count <= MOST_ROWS or library() is None:
-        return rows @ weight  # the check of a rewrite computes in float64
+        return wide_products.product(rows, weight)  # the check of a rewrite computes in float64
     rows, out, sizes = laid_out(rows, weight.shape[-1])
     is_by_columns, weight_b = weight.stride(-2) == 1, 0 if weight.dim() == 2 else weight.stride(0)
     strides = weight_b, weight.stride(-1 if is_by_columns else -2)

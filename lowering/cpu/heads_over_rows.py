@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mla_fx.ops.common.machine import multiplies_pairs, multiplies_tiles
+from mla_fx.ops.common import machine
 from mla_fx.ops.emitted.attention.arguments import Arguments, Results
 from mla_fx.ops.emitted.attention.operator import room
 from mla_fx.ops.emitted.attention.pages import context_of, unpaged
@@ -13,7 +13,7 @@ from mla_fx.ops.emitted.attention.parts import of_heads, of_sequences
 from mla_fx.ops.emitted.attention.softmax import aligned, fake_sums
 from mla_fx.ops.emitted.attention.tiles import count_of_scores, last_seen, parts
 
-from . import attention_over_rows, costs
+from . import attention_over_rows, costs, wide_products
 
 EXPANDED = 2**23  # elements of keys and values at a time; measured: memory is taken anew for larger ones
 
@@ -21,13 +21,14 @@ EXPANDED = 2**23  # elements of keys and values at a time; measured: memory is t
 def is_fast(a: Arguments) -> bool:
     """Whether this is faster than PyTorch's kernel, which multiplies bfloat16 fast by AMX alone."""
     is_served = a.query.dtype == torch.bfloat16 and a.query.device.type == "cpu"
-    return is_served and multiplies_pairs() and not multiplies_tiles() and attention_over_rows.is_built()
+    has_slow_tiles = machine.multiplies_pairs() and not machine.multiplies_tiles()
+    return is_served and (has_slow_tiles or not machine.multiplies_bfloat16()) and attention_over_rows.is_built()
 
 
 def has_many_scores(a: Arguments) -> bool:
     """Whether loops are slower; True if sizes are symbols."""
     scores = count_of_scores(a.query, context_of(a.kv_cache, a.block_table))
-    return scores is None or scores > costs.SCORES_OF_HEADS
+    return scores is None or scores > costs.of_loops(costs.SCORES_OF_HEADS, a.query.dtype)
 
 
 def attend(a: Arguments) -> Results:
@@ -90,8 +91,9 @@ def _end(a: Arguments) -> int:
 def _of_heads(a: Arguments, weight: Tensor) -> tuple[Tensor, Tensor]:
     """[B, S, N, Dv] and [B, S, N] for weights [N, D + Dv, R]."""
     batch, end, rank = a.kv_cache.shape
-    both = (a.kv_cache.reshape(-1, rank) @ weight.reshape(-1, rank).mT).view(batch, end, *weight.shape[:2])
-    keys, values = torch.split(both.transpose(1, 2), [weight.shape[1] for weight in a.weights], -1)
+    both = wide_products.product(a.kv_cache.reshape(-1, rank), weight.reshape(-1, rank).mT)
+    both = both.view(batch, end, *weight.shape[:2]).transpose(1, 2)
+    keys, values = torch.split(both, [weight.shape[1] for weight in a.weights], -1)
     out, lse = _room(a)
     attention_over_rows.run_into(replace(a, kv_cache=keys), out, lse, values)
     return out, lse

@@ -28,7 +28,7 @@ def lower(a: Arguments) -> Callable[[Arguments], Any]:
     if a.query.device.type != "cpu" or a.query.dtype not in DTYPES:
         raise NoMatch("the kernel is for CPUs, and at most 32 bits")
     count = count_of_scores(a.query, context_of(a.key, a.block_table))
-    if count is not None and count <= costs.SCORES_OF_AN_INDEXER:
+    if count is not None and count <= costs.of_loops(costs.SCORES_OF_AN_INDEXER, a.key.dtype):
         raise NoMatch("loops are as fast for few keys")
     if _library() is None:
         raise NoMatch("its C++ kernel was not built")

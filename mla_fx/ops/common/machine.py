@@ -10,6 +10,13 @@ def is_on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether PyTorch's library multiplies bfloat16 on the CPU (AVX512): its own loops take several times as long as
+    float32 does."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def multiplies_pairs() -> bool:
     """Whether the CPU multiplies pairs of bfloat16 (AVX512_BF16)."""
     return _has("avx512_bf16", if_unknown=False)
