@@ -228,16 +228,6 @@ def test_no_gradient():
         torch.ops.mla_fx.attention(**given, scale=0.3)[0].sum().backward()
 
 
-INDICES = torch.arange(4).expand(2, 3, 1, 4)
-CHOSEN = [
-    (option(indices=INDICES[:, :, 0]), r"indices has shape \[2, 3, 4\]; it must be \[B, S, 1, K\]"),
-    (option(indices=INDICES[:1]), r"indices has shape \[1, 3, 1, 4\]"),
-    (option(indices=INDICES.float()), "indices has dtype torch.float32; allowed: torch.int32, torch.int64"),
-    (option(indices=-INDICES.flip(-1)), "indices hold a key behind a negative number"),
-    (option(indices=INDICES + 5), "indices hold 8; they must be below 5, the length of the contexts"),
-    (option(indices=INDICES, is_causal=True), "is_causal is True and indices are given; it must be False"),
-    (option(indices=INDICES, fill=-1.0, context_lens=torch.tensor([5])), "fill is -1.0 and indices are given; it must"),
-]
 REFUSALS = {
     "mla_prolog": [
         (change(0, torch.Tensor.long), "token_x has dtype torch.int64; allowed"),
@@ -286,21 +276,6 @@ REFUSALS = {
         (option(cache_mode="PA"), r"k_cache has shape \[2, 1, 16, 4\]; it must be \[BlockNum, BlockSize, 1, Dr\]"),
         (option(cache_mode="PA_BSND"), "cache_mode is 'PA_BSND'; allowed: 'Norm', 'BNSD', 'PA'"),
         (option(rope_layout="half"), "rope_layout is 'half'"),
-    ],
-    "attention": [
-        (change(0, lambda q: q[0]), r"query has shape \[3, 3, 16\]; it must be \[B, S, N, Hckv\]"),
-        (change(1, lambda q: q[:, 1:]), r"query_rope has shape \[2, 2, 3, 4\]"),
-        (change(2, lambda c: c[None]), r"kv_cache has shape \[1, 2, 5, 16\]; it must be \[B, T, Hckv\]"),
-        (change(2, lambda c: c[..., 1:]), r"kv_cache has shape \[2, 5, 15\]"),
-        (change(3, lambda c: c[:, 1:]), r"kr_cache has shape \[2, 4, 4\]"),
-        (change(4, lambda _: torch.zeros(3, 4)), r"mask has shape \[3, 4\]; it must broadcast to \[B, N, S, T\]"),
-        (change(4, lambda _: torch.zeros(1, 1, 1, 1, 5)), "mask has shape"),
-        (change(4, lambda _: torch.zeros(3, 5).long()), "mask has dtype torch.int64"),
-        (change(1, drop), "kr_cache is given and query_rope is None; a rotary part has both, or there is none"),
-        (change(3, drop), "query_rope is given and kr_cache is None"),
-        (option(sinks=torch.zeros(4)), r"sinks has shape \[4\]; it must be \[N\] = \[3\]"),
-        (option(sinks=torch.zeros(3).long()), "sinks has dtype torch.int64"),
-        *CHOSEN,
     ],
     "lightning_index": [
         (change(0, lambda q: q[0]), r"query has shape \[1, 16, 8\]; it must be \[B, S, N, D\]"),
