@@ -50,7 +50,9 @@ def run(kernel):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_sample(run, dtype):
-    asked = [s for s in samples_of("attention", dtype) if "weight_uk" not in s.kwargs and s.args[2].dim() == 3]
+    """Those with logarithms are asked for by the check."""
+    given = [s for s in samples_of("attention", dtype) if not s.kwargs.keys() & {"weight_uk", "return_lse"}]
+    asked = [sample for sample in given if sample.args[2].dim() == 3]
     for sample in asked:
         check_means_body(run, attention.Arguments(*sample.args, **sample.kwargs))
     assert len(asked) > 10
@@ -59,8 +61,9 @@ def test_every_sample(run, dtype):
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_shapes_and_masks(run, kernel, hidden):
-    for shape in SHAPES[kernel].values():
-        for dtype in DTYPES:
+    """Under the interpreter each shape has one dtype, which is another one for the next mask."""
+    for place, shape in enumerate(SHAPES[kernel].values(), [*HIDDEN].index(hidden)):
+        for dtype in DTYPES if kernel == "C++" else (DTYPES[place % len(DTYPES)],):
             check_means_body(run, call(*shape, dtype, **HIDDEN[hidden](shape)))
 
 
@@ -186,7 +189,7 @@ def with_zeros(a):
 
 
 def drawn(random):
-    batch, tokens, heads = random.randint(1, 3), random.randint(1, 5), random.randint(1, 20)
+    batch, tokens, heads = random.randint(1, 3), random.randint(1, 5), random.choice((1, 2, 3, 7))
     rank, rope, dtype = random.choice((16, 20, 32, 48)), random.choice((0, 6, 16)), random.choice(DTYPES)
     page, columns = random.choice((1, 4, 16)), random.randint(1, 6)
     context, seed = page * columns, random.randint(0, 2**20)
