@@ -18,10 +18,10 @@ LESSER_PROCESSORS = "DNNL_MAX_CPU_ISA=AVX512_CORE_BF16", "ATEN_CPU_CAPABILITY=av
 LANGUAGES = {"triton.language", "triton.language.core"}  # what Triton's interpreter patches
 
 
-def check_on(processor, file, chosen):
-    """Run the chosen tests of a file in a process that uses no more of the processor."""
+def check_on(processor, chosen, *files):
+    """Run the chosen tests of some files in a process that uses no more of the processor."""
     name, value = processor.split("=")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
     subprocess.run(command, check=True, env=os.environ | {name: value}, stdout=subprocess.DEVNULL)
 
 
