@@ -127,5 +127,7 @@ def lower(operator, surface=A2, **changes):
         return refusal.reason
 
 
-def named(cases):
-    return [pytest.param(change, sentence, id=name) for name, (change, sentence) in cases.items()]
+def limits(operator, sentences, surface=A2):
+    """For a test of the operator: the surface, and the change of its call that each sentence refuses."""
+    cases = ((operator, surface, change, sentence) for sentence, change in sentences.items())
+    return [pytest.param(*case, id=f"{operator}: {case[-1]}") for case in cases]

@@ -23,7 +23,7 @@ def call(tokens, *, is_paged=False, dtype=torch.bfloat16, **options):
 
 CALLS = {
     "one token": call(1),
-    "many tokens": call(70),
+    "several tokens": call(5),
     "pages": call(3, is_paged=True, context_lens=torch.tensor([500, 90])),
     "lengths": call(3, context_lens=torch.tensor([10, 590])),
     "condition": call(3, mask=draw(3, KEYS) > -1),
@@ -58,7 +58,7 @@ def check(found, a):
 def check_rows_in_parts(module, run, monkeypatch):
     """Memory for one row is enough."""
     monkeypatch.setattr(module, "AT_ONCE", 1)
-    for name in ("many tokens", "pages", "condition", "condition of each sequence", "numbers"):
+    for name in ("several tokens", "pages", "condition", "condition of each sequence", "numbers"):
         check(run(CALLS[name]), CALLS[name])
 
 

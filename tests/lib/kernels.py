@@ -1,11 +1,13 @@
 """What the tests of C++ kernels share."""
 
 import functools
+import inspect
 import os
 import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 import torch
 from mla_fx.lowering.cpu import built
 from torch._inductor.utils import run_and_get_code
@@ -13,11 +15,13 @@ from torch._inductor.utils import run_and_get_code
 # Without AMX, without 512 bits, and without any instructions of vectors.
 LESSER_PROCESSORS = "DNNL_MAX_CPU_ISA=AVX512_CORE_BF16", "ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=default"
 
+LANGUAGES = {"triton.language", "triton.language.core"}  # what Triton's interpreter patches
 
-def check_on(processor, file, chosen):
-    """Run the chosen tests of a file in a process that uses no more of the processor."""
+
+def check_on(processor, chosen, *files):
+    """Run the chosen tests of some files in a process that uses no more of the processor."""
     name, value = processor.split("=")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
     subprocess.run(command, check=True, env=os.environ | {name: value}, stdout=subprocess.DEVNULL)
 
 
@@ -49,8 +53,39 @@ def doubled(a):
     return replace(a, **{name: value.double() for name, value in floats.items()})
 
 
+class Patched:
+    """Triton's interpreter patches its language at each call of a function in a kernel, which takes half of its time.
+    Here the language stays patched until the kernel returns."""
+
+    def __init__(self, patch):
+        self.patch, self.depth, self.scopes = patch, 0, {}
+
+    def __call__(self, function):
+        self.depth += 1
+        languages = LANGUAGES & {value.__name__ for value in vars_of_modules(function)}
+        if any(language not in self.scopes for language in languages):
+            self.scopes |= dict.fromkeys(languages, self.patch(function))
+        return self
+
+    def restore(self):
+        self.depth -= 1
+        while self.depth == 0 and self.scopes:
+            self.scopes.popitem()[1].restore()
+
+
+def vars_of_modules(function):
+    return filter(inspect.ismodule, function.__globals__.values())
+
+
+@functools.cache
+def hasten_the_interpreter():
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    interpreter._patch_lang = Patched(interpreter._patch_lang)
+
+
 def interpretable(a):
     """Triton's interpreter multiplies no bfloat16. With a query of float32, a kernel multiplies that."""
+    hasten_the_interpreter()
     return replace(a, query=a.query.float()) if a.query.dtype == torch.bfloat16 else a
 
 

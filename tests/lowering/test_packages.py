@@ -75,28 +75,10 @@ TOKENS, BATCH, MANY = dim("tokens", 2, 14), dim("batch", 2, 7), dim("blocks", 4,
 # the module, its arguments, symbolic sizes, what fuses, and arguments of other calls
 PROGRAMS = {
     "decode": (Paged, paged(1), None, "latent_attention", ()),
-    "decode of any batch": (
-        Paged,
-        paged(1),
-        shapes_of(batch=BATCH),
-        "latent_attention",
-        (paged(1, batch=5),),
-    ),
+    "decode of any batch": (Paged, paged(1), shapes_of(batch=BATCH), "latent_attention", (paged(1, batch=5),)),
     "few tokens": (Paged, paged(3), None, "latent_attention", ()),
-    "any number of tokens": (
-        Paged,
-        paged(3),
-        shapes_of(tokens=TOKENS),
-        "mla_attention",
-        (paged(2), paged(11)),
-    ),
-    "any number of blocks": (
-        Paged,
-        paged(1),
-        shapes_of(blocks=MANY),
-        "latent_attention",
-        (paged(1, blocks=9),),
-    ),
+    "any number of tokens": (Paged, paged(3), shapes_of(tokens=TOKENS), "mla_attention", (paged(2), paged(11))),
+    "any number of blocks": (Paged, paged(1), shapes_of(blocks=MANY), "latent_attention", (paged(1, blocks=9),)),
     "keys of each head": (Engine, engine(), None, "paged_attention", ()),
     "codes of each head": (ZeroPoints, in_codes(engine()), None, "paged_attention", ()),
 }

@@ -1,4 +1,4 @@
-"""The masks of the two attentions over latents: what is filled, rows that see nothing, and what is refused."""
+"""The masks of the two attentions over latents: what is filled, and rows that see nothing."""
 
 import math
 
@@ -47,26 +47,6 @@ def test_a_row_with_minus_infinity_added_to_every_score_gives_zeros(value):
         assert not row.any() if value == -math.inf else row.isnan().all()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_mask_excludes_is_causal(form):
-    with pytest.raises(ValueError, match="mask is given and is_causal is True"):
-        attend(**form(torch.float32, 0), mask=torch.ones(3, 5).bool(), scale=0.3, is_causal=True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mask", [None, torch.zeros(3, 5)])
-def test_fill_needs_a_bool_mask(form, mask):
-    with pytest.raises(ValueError, match=r"fill is -1\.5, but mask is no bool mask"):
-        attend(**form(torch.float32, 0), mask=mask, scale=0.3, fill=-1.5)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("fill", [-math.inf, math.inf, math.nan])
-def test_fill_is_finite(form, fill):
-    with pytest.raises(ValueError, match=rf"fill is {fill}; it must be finite, or None for minus infinity"):
-        attend(**form(torch.float32, 0), mask=torch.ones(3, 5).bool(), scale=0.3, fill=fill)
-
-
 @pytest.mark.parametrize("lens", [[5, 3], [4], [1], [0], [-3, 9], [2**63 - 1]])
 def test_context_lens_are_the_mask_that_they_say(lens):
     """Numbers beyond the ends of the cache and of int64 included: hiding is counted as the machine counts."""
@@ -86,22 +66,3 @@ def test_a_row_before_the_first_key_gives_zeros_or_the_mean(form):
     filled, _ = attend(**given, context_lens=torch.tensor([2, 3]), fill=-1e4)
     alike, _ = attend(**given, mask=torch.zeros(3, 5).bool(), fill=0.0)
     torch.testing.assert_close(filled[0, 0], alike[0, 0])
-
-
-LENS = torch.tensor([5, 3])
-REFUSED = {
-    "beside a mask": ((torch.ones(3, 5).bool(), LENS), {}, "context_lens is given and mask is given"),
-    "beside is_causal": ((None, LENS), {"is_causal": True}, "context_lens is given and is_causal is True"),
-    "another type": ((None, LENS.int()), {}, r"context_lens has dtype torch\.int32; allowed: torch\.int64"),
-    "another batch": ((None, LENS.repeat(2)), {}, r"context_lens has shape \[4\]; it must be \[B\] = \[2\]"),
-    "a number": ((None, torch.tensor(5)), {}, r"context_lens has shape \[\]; it must be \[B\]"),
-    "elsewhere": ((None, LENS.to("meta")), {}, "context_lens is on meta; it must be on cpu"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("form", FORMS)
-def test_context_lens_are_refused(form, name):
-    (mask, lens), options, reason = REFUSED[name]
-    with pytest.raises(ValueError, match=reason):
-        attend(**form(torch.float32, 0), mask=mask, context_lens=lens, scale=0.3, **options)

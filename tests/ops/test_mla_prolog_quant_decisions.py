@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lib.operators.harness import CATALOGUE, refuses, result_names, same_tensors
+from lib.operators.harness import bfloat16 as bf16
 
 OPERATOR = CATALOGUE["mla_prolog_quant"]
 FLOAT = np.float32
@@ -50,12 +51,6 @@ def integer_arguments(dense=True, seed=0, dtype=torch.bfloat16, **options):
         "epsilon_ckv": 300.0,
         **options,
     }
-
-
-def bf16(x):
-    """float32 rounded to bfloat16, ties to even, by its bits."""
-    bits = np.ascontiguousarray(x, FLOAT).view(np.uint32).astype(np.uint64)
-    return (((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32)).view(FLOAT)
 
 
 def to_int8(x):

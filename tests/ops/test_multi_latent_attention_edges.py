@@ -5,24 +5,8 @@ import math
 import pytest
 import torch
 from lib.operators import mla_oracle
-from lib.operators.harness import by_name, refuses
-
-from mla_fx.ops.called.multi_latent_attention.operator import operator
-from mla_fx.ops.called.multi_latent_attention.samples import sample
-
-CACHES = ("krope_ctkv", "nzcache", "kvcache", "int8_nzcache")
-FLOATING = ("krope_ctkv", "nzcache", "kvcache")
-RING = "calc_type_ring"
-
-
-def drawn(cache_mode, contexts=(130, 2), dtype=torch.float16, seed=21, heads=8, **options):
-    """The arguments of a sample by name."""
-    _, args, kwargs = sample(dtype, seed, cache_mode, heads=heads, contexts=contexts, **options)
-    return by_name(operator, args, kwargs)
-
-
-def run(a, **changes):
-    return operator.overload(**(a | changes))
+from lib.operators.harness import refuses
+from lib.operators.mla_oracle import CACHES, FLOATING, RING, drawn, operator, run
 
 
 def equal(actual, wanted):
@@ -175,20 +159,6 @@ def test_enumerators_are_read_in_any_spelling(spelling):
     a = drawn(**FREE_MASK)
     equal(run(a, mask_type=spelling, calc_type="CALC_TYPE_SPEC", cache_mode="KROPE_CTKV"), run(a))
     equal(run(a, mask_type=spelling, calc_type="spec", head_num=0, kv_head_num=0), run(a))
-
-
-@pytest.mark.parametrize(
-    ("options", "numbers"),
-    [
-        ({"cache_mode": "kvcache", "calc_type": RING}, {"cache_mode": "0", "calc_type": "2", "mask_type": "0"}),
-        (SPEC_MASK, {"cache_mode": "1", "calc_type": "1", "mask_type": "1"}),
-        ({"cache_mode": "int8_nzcache"}, {"cache_mode": "2", "calc_type": "0"}),
-        ({"cache_mode": "nzcache", **TWO, "mask_type": "mask_type_free"}, {"cache_mode": "3", "mask_type": "2"}),
-    ],
-)
-def test_enumerators_are_read_by_their_numbers_in_the_document(options, numbers):
-    a = drawn(**options)
-    equal(run(a, **numbers), run(a))
 
 
 def test_lengths_and_tables_are_int32_or_int64_and_strides_are_free():

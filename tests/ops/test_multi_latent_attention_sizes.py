@@ -8,24 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.operators import mla_oracle
 from lib.operators.harness import as_tuple, by_name, compiles_once, mapped
+from lib.operators.mla_oracle import CACHES, FLOATING, RING, drawn, operator, run
 
-from mla_fx.ops.called.multi_latent_attention.operator import operator
-from mla_fx.ops.called.multi_latent_attention.samples import corner_mask, sample
-
-CACHES = ("krope_ctkv", "nzcache", "kvcache", "int8_nzcache")
-FLOATING = ("krope_ctkv", "nzcache", "kvcache")
-RING = "calc_type_ring"
-
-
-def drawn(cache_mode, contexts, dtype=torch.float16, seed=31, heads=8, **options):
-    """The arguments of a sample by name."""
-    _, args, kwargs = sample(dtype, seed, cache_mode, heads=heads, contexts=contexts, **options)
-    return by_name(operator, args, kwargs)
-
-
-def run(a, **changes):
-    return operator.overload(**(a | changes))
-
+from mla_fx.ops.called.multi_latent_attention.samples import corner_mask
 
 COMPILED = [
     {"cache_mode": cache, **options}

@@ -134,6 +134,11 @@ def drop(_):
     return None
 
 
+def changed(arguments, name, change):
+    """The arguments by name with one changed by a function, or replaced."""
+    return arguments | {name: change(arguments[name]) if callable(change) else change}
+
+
 def refuses(operator, args, kwargs, message):
     """Every form raises a ValueError that matches `message`, and has written nothing."""
     for overload in filter(None, (operator.overload, operator.inplace)):

@@ -6,9 +6,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lib.operators.harness import nd_offset, nz_offset
+from lib.operators.harness import by_name, nd_offset, nz_offset
+from mla_fx.ops.called.multi_latent_attention.operator import operator
+from mla_fx.ops.called.multi_latent_attention.samples import sample
 
 BLOCK = 128
+FLOATING = ("krope_ctkv", "nzcache", "kvcache")
+CACHES = (*FLOATING, "int8_nzcache")
+RING = "calc_type_ring"
+
+
+def drawn(cache_mode, contexts=(130, 2), dtype=torch.float16, seed=21, heads=8, **options):
+    """The arguments of a sample by name."""
+    _, args, kwargs = sample(dtype, seed, cache_mode, heads=heads, contexts=contexts, **options)
+    return by_name(operator, args, kwargs)
+
+
+def run(a, **changes):
+    return operator.overload(**(a | changes))
 
 
 class Row(NamedTuple):

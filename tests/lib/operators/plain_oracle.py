@@ -14,7 +14,6 @@ from lib.operators.harness import (
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("interleave_half", "half_half", "interleave_interleave")
-KV_MODES = ("Norm", "PA", "PA_BNSD")
 
 
 # The oracle: one token at a time, float64, from the formulas in the operators' docstrings.
@@ -88,27 +87,6 @@ def oracle_prolog(
             oracle_store(kv_cache, b, slot, latent, cache_mode)
             oracle_store(kr_cache, b, slot, key_rope, cache_mode)
     return query.view(*lead, heads, rank), query_rope.view(*lead, heads, width), kv_cache, kr_cache
-
-
-def oracle_kv(
-    kv, gamma, cos, sin, index, k_cache, ckv_cache, *, epsilon=1e-5, cache_mode="Norm", is_output_kv=False,
-    rope_layout="interleave_half", gamma_after_cast=False, kc_scale=1.0,
-):  # fmt: skip
-    batch, _, steps, _ = kv.shape
-    rank = len(gamma)
-    cos, sin = (None if table is None else table[:, 0] for table in (cos, sin))
-    index = index if cache_mode == "Norm" else index.view(batch, steps)
-    k_cache, ckv_cache = k_cache.clone(), ckv_cache.clone()
-    k_rope, c_kv = torch.empty_like(kv[..., rank:]), torch.empty_like(kv[..., :rank])
-    for b in range(batch):
-        for s in range(steps):
-            c_kv[b, 0, s] = oracle_norm(kv[b, 0, s, :rank], gamma, epsilon) * kc_scale
-            angles = table_row(cos, b, s), table_row(sin, b, s)
-            k_rope[b, 0, s] = oracle_rope(kv[b, 0, s, rank:], *angles, rope_layout)
-            slot = int(index[min(b, index.shape[0] - 1), s])
-            oracle_store(k_cache, b, slot, k_rope[b, 0, s], cache_mode)
-            oracle_store(ckv_cache, b, slot, c_kv[b, 0, s], cache_mode)
-    return k_cache, ckv_cache, k_rope, c_kv
 
 
 def oracle_softmax(scores, mask, is_causal, fill, sink=-math.inf):
@@ -257,14 +235,13 @@ def oracle_merge(outs, lses):
 ORACLES = {
     "merge_attention": oracle_merge,
     "mla_prolog": oracle_prolog,
-    "kv_rmsnorm_rope_cache": oracle_kv,
     "attention": oracle_attention,
     "rms_norm": oracle_rows,
     "rope": oracle_heads,
     "lightning_index": oracle_index,
 }
 # For each result that is an updated cache, the argument that holds the old one.
-CACHES = {"mla_prolog": {2: 10, 3: 11}, "kv_rmsnorm_rope_cache": {0: 5, 1: 6}}
+CACHES = {"mla_prolog": {2: 10, 3: 11}}
 
 
 def expect(operator, args, kwargs):

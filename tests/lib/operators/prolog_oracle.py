@@ -9,7 +9,7 @@ from lib.operators.harness import CATALOGUE, by_name, nd_offset, nz_offset
 from mla_fx.ops.emitted.mla_prolog import samples as _prolog_sample
 
 TILE = 128
-V3 = CATALOGUE["mla_prolog_v3"]
+V1, V3 = CATALOGUE["mla_prolog"], CATALOGUE["mla_prolog_v3"]
 CACHES = ("kv_cache", "kr_cache")
 # Every combination of quantisations with every cache mode that supports it.
 PAGED = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ")

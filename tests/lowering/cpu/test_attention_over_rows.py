@@ -1,32 +1,15 @@
-"""The C++ kernel for attention over pages: when compiled code calls it, and that it means what its operators mean.
+"""The C++ kernel for attention over pages: when compiled code calls it.
 
-The oracle is the body of the operator in float64, over the same numbers. `tests/ops/test_kernel_means_body.py` asks it
-of NaN, infinities and extreme numbers."""
+`tests/lowering/test_attention_over_latents.py` is about what it means."""
 
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from lib.kernels import compiled, doubled, draw, error, without_a_compiler
-from lib.latent_calls import (
-    DTYPES,
-    HIDDEN,
-    PAGE,
-    POOL,
-    RANK,
-    ROPE,
-    ROUNDING,
-    call,
-    check_infinities,
-    check_means_body,
-    check_no_pages,
-    check_samples,
-    check_strides_and_dtypes,
-    check_unseen_pages_are_not_read,
-)
+from lib.latent_calls import PAGE, POOL, RANK, ROPE, ROUNDING, call
 from mla_fx.lowering.cpu import attention_over_rows as rows
 
 import mla_fx
@@ -34,55 +17,6 @@ from mla_fx.ops.emitted.attention import heads
 from mla_fx.ops.emitted.attention import operator as attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_sample(dtype):
-    check_samples(rows.run, dtype)
-
-
-SHAPES = {
-    "one token": (3, 1, 8, 6),
-    "chunk": (2, 40, 4, 12),
-    "many heads": (1, 2, 130, 5),
-    "parts of one context": (1, 1, 3, 80),
-    "tiles of one context": (1, 3, 2, 37),
-}
-
-
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_and_masks(shape, hidden):
-    for dtype in DTYPES:
-        check_means_body(rows.run, call(*SHAPES[shape], dtype, **HIDDEN[hidden](SHAPES[shape])))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_infinities(dtype):
-    check_infinities(rows.run, dtype)
-
-
-def test_tables_and_queries_of_other_strides_and_dtypes():
-    check_strides_and_dtypes(rows.run)
-
-
-def test_memory_of_pages_that_no_query_sees_is_not_read():
-    check_unseen_pages_are_not_read(rows.run)
-
-
-def test_no_pages_and_no_rows():
-    check_no_pages(rows.run)
-    a = call(2, 3, 4, 0)
-    empty = replace(a, kv_cache=a.kv_cache[:, :0], kr_cache=a.kr_cache[:, :0], block_table=torch.zeros(2, 3).long())
-    assert torch.equal(rows.run(empty)[0], torch.zeros_like(a.query))
-
-
-@pytest.mark.parametrize("number", [POOL, -POOL - 1])
-def test_a_number_of_no_page_is_an_error(number):
-    a = call(2, 1, 3, 4)
-    a.block_table[1, 2] = number
-    with pytest.raises(ValueError, match=re.escape(f"block_table holds {number}; it must be below {POOL}")):
-        rows.run(a)
 
 
 def over_pages(query, query_rope, pool, table, lengths):

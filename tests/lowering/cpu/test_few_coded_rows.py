@@ -1,13 +1,14 @@
 """The C++ kernel for a few rows times a weight that is stored as codes: that it multiplies, and what it is not for.
 
-The oracle is the product in float64 with the weight that the program dequantises, rounded as the program does it."""
+The oracle is the product in float64 with the weight that the program dequantises, rounded as the program does it.
+`test_few_rows.py` runs these tests on lesser processors, too."""
 
 import itertools
 import math
 
 import pytest
 import torch
-from lib.kernels import LESSER_PROCESSORS, check_on, draw, without_a_compiler
+from lib.kernels import draw, without_a_compiler
 from mla_fx.lowering.cpu import few_coded_rows, few_rows
 from mla_fx.lowering.cpu.few_coded_rows import CODES
 
@@ -174,9 +175,3 @@ def test_without_a_compiler_the_numbers_are_multiplied(monkeypatch):
     assert torch.equal(found, draw(2, 64).bfloat16() @ codes.bfloat16())
     with pytest.raises(NoMatch, match="was not built"):
         few_coded_rows.lower(ROW, large(2048, 1024).mT, None, None, 1024, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processor", LESSER_PROCESSORS)
-def test_on_lesser_processors(processor):
-    check_on(processor, __file__, "product or points or every")

@@ -5,6 +5,7 @@ The oracle is the product in float64. The library's own product says which error
 import itertools
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -200,4 +201,5 @@ def test_without_a_compiler_the_library_multiplies_and_a_warning_says_so(monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", LESSER_PROCESSORS)
 def test_on_lesser_processors(processor):
-    check_on(processor, __file__, "product or strides or extreme")
+    coded = Path(__file__).with_name("test_few_coded_rows.py")
+    check_on(processor, "product or strides or extreme or points or every", __file__, coded)

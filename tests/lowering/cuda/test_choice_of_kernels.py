@@ -8,9 +8,7 @@ import sys
 import pytest
 import torch
 from lib.kernels import compiled_call
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import mla_fx
 from mla_fx.errors import NoMatch
@@ -33,12 +31,6 @@ def _on_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     found = {entry.overload: module for entry, module in modules_of_operators("mla_fx.lowering.cuda")}
     monkeypatch.setattr(cuda, "LOWERINGS", found)
-
-
-@pytest.fixture
-def fake():
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
-        yield mode
 
 
 def empty(*shape, dtype=torch.bfloat16, device="cuda"):

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fx.errors import NoMatch
 from mla_fx.ops.emitted import lightning_index
@@ -22,12 +20,6 @@ from mla_fx.lowering.cuda import split_keys
 KERNELS = "attention_over_split_keys", "index_scores_in_tiles"
 OPERATORS = dict.fromkeys(("latent_attention", "mla_attention"), "attention")  # of forms
 TOKENS, CHOSEN = 1, 32
-
-
-@pytest.fixture
-def fake():
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
-        yield mode
 
 
 def modules():

@@ -133,12 +133,6 @@ def prompt(context=8192, tokens=4096, absorbed=0, **options):
     return attention.Arguments(*queries, empty(1, context, 512), empty(1, context, 64), **given)
 
 
-@pytest.fixture
-def fake():
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
-        yield mode
-
-
 SERVED = {
     "no mask": ({}, prompts.in_parts),
     "causal": ({"is_causal": True}, prompts.in_parts),
