@@ -25,6 +25,21 @@ def check_on(processor, chosen, *files):
     subprocess.run(command, check=True, env=os.environ | {name: value}, stdout=subprocess.DEVNULL)
 
 
+def on_several_threads(function, count=2):
+    """What only one thread may write is wrong on several alone."""
+
+    @functools.wraps(function)
+    def run(*given, **options):
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            return function(*given, **options)
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
 def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from lib.kernels import draw, interpretable
+from lib.kernels import draw, interpretable, on_several_threads
 from lib.latent_calls import DTYPES, HIDDEN, POOL, ROUNDING, call, check_means_body
 from lib.operators.harness import samples as samples_of
 from mla_fx.lowering.cpu import attention_over_rows
@@ -36,7 +36,7 @@ KERNELS = ("C++", pytest.param("Triton", marks=pytest.mark.slow))  # interpreted
 @pytest.fixture
 def run(kernel):
     if kernel == "C++":
-        return attention_over_rows.run
+        return on_several_threads(attention_over_rows.run)
     pytest.importorskip("triton")
     from mla_fx.lowering.cuda import split_keys
 
