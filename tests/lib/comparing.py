@@ -14,7 +14,7 @@ ALL = {"mla_prolog": 1, "latent_attention": 1}
 
 
 class Stack(nn.Module):
-    """Layers, one after another, each of which adds to what it is given."""
+    """Layers, one after another; each adds to what it is given."""
 
     def __init__(self, *layers):
         super().__init__()
