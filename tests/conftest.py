@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch._functorch.config
 from functorch.compile import make_boxed_func
-from lib import outcomes
+from lib import layers, outcomes
 from lib.sources import ROOT
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE
@@ -108,6 +108,7 @@ def interpreted(request, monkeypatch):
     their time. These are the tests of some folders and those marked `interpreted`, but those marked `compiled`; with
     --campaign, all compile."""
     has_mark = request.node.get_closest_marker
+    layers.Rewritten.compiles = request.config.getoption("--campaign")
     is_about_graphs = request.path.parent.name in ABOUT_GRAPHS or has_mark("interpreted")
     if is_about_graphs and not has_mark("compiled") and not request.config.getoption("--campaign"):
         from mla_fx.lowering import inductor

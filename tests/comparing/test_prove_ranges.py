@@ -36,7 +36,7 @@ def clamped_at_both_ends_alike(x, step):
 
 
 def clamped_after_the_cast(x, step):
-    return (x / step).round().to(CODES).clamp(-128, 127)
+    return without_a_clamp(x, step).clamp(-128, 127)
 
 
 def negated(codes):

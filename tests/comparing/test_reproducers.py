@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib.comparing import compiled
-from lib.plants import FAULTS, plant, unproved
+from lib.comparing import Stack, compiled
+from lib.plants import FAULTS, plant, plant_in_lowering
 from lib.zoo.entries import DEFAULT, ENTRIES, Entry
 from lib.zoo.sizes import DECODE
-from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fx
@@ -20,20 +19,8 @@ from mla_fx import cases
 from mla_fx.comparing import culprit, reproduce, reproducer, verify
 from mla_fx.comparing.reproduce import Like, like
 from mla_fx.comparing.verify import Verification
-from mla_fx.rewriting.emitter import Emitter
 
 pytestmark = pytest.mark.usefixtures("no_gradients", "own_temporary_folder")
-
-
-class Stack(nn.Module):
-    def __init__(self, count):
-        super().__init__()
-        self.layers = nn.ModuleList(cases.Layer() for _ in range(count))
-
-    def forward(self, x, *rest):
-        for layer in self.layers:
-            x = x + layer(x, *rest)
-        return x
 
 
 def told(module, arguments, **options):
@@ -64,7 +51,8 @@ def test_a_wrong_rule_shows_with_random_inputs(monkeypatch, capsys, tmp_path, fa
 
 def test_the_sentence_and_the_program_are_about_one_layer(monkeypatch, tmp_path):
     plant(monkeypatch, "scale 1 % off", ".layers.1.")
-    message, file = told(Stack(3), cases.inputs(), dump=tmp_path / "dump")
+    model = Stack(*(cases.Layer() for _ in range(3)))
+    message, file = told(model, cases.inputs(), dump=tmp_path / "dump")
     assert re.search(
         r"call 1: in float64, where hardly anything rounds, output 0 of the fused graph is \d\S+ away from that of the "
         r"unfused one, relative to its largest element \(2 other results are wrong, too\); the limit is 1e-06\. The "
@@ -76,7 +64,7 @@ def test_the_sentence_and_the_program_are_about_one_layer(monkeypatch, tmp_path)
     text = file.read_text()
     assert text.count("mla_fx.attention(") == 1 and "# layers.1.kv_cache" in text
     assert not re.search(r"layers\.[02]\.\w+\n", text)
-    weights = [f"{number:.9g}" for weight in Stack(3).state_dict().values() for number in weight.flatten().tolist()]
+    weights = [f"{number:.9g}" for weight in model.state_dict().values() for number in weight.flatten().tolist()]
     assert not any(number in text for number in weights)
 
 
@@ -97,16 +85,7 @@ def test_a_program_needs_only_its_folder_and_the_package(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_lowering_shows_where_it_is_compiled(monkeypatch, capsys):
-    def wrong(self, function, *args, **options):
-        def slightly(*given, **settings):
-            out, lse = function(*given, **settings)
-            return out * 1.001, lse
-
-        return inlined(self, slightly if "loops.attention" in function.__module__ else function, *args, **options)
-
-    inlined = Emitter.inlined
-    monkeypatch.setattr(Emitter, "inlined", wrong)
-    unproved(monkeypatch)
+    plant_in_lowering(monkeypatch)
     message, file = told(cases.Layer(), cases.inputs(), target="inductor")
     assert "lowered or compiled to, the nearest first: latent_attention, mla_prolog. `python" in message
     torch._dynamo.reset()

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from lib.comparing import check_same, compiled
-from lib.plants import FAULTS, plant, unproved
+from lib.plants import FAULTS, plant, plant_in_lowering
 from lib.zoo.entries import DEFAULT, Entry
 from lib.zoo.sizes import DECODE, PREFILL
 from torch import nn
@@ -19,7 +19,6 @@ from mla_fx import cases
 from mla_fx.comparing.closeness import closeness, distance
 from mla_fx.comparing.verify import Verification
 from mla_fx.debug.report import Report
-from mla_fx.rewriting.emitter import Emitter
 
 pytestmark = pytest.mark.usefixtures("no_gradients", "own_temporary_folder")
 aten = torch.ops.aten
@@ -104,19 +103,7 @@ def test_a_wrong_rule_is_named_with_its_layer(monkeypatch, fault, named):
 
 @pytest.mark.slow
 def test_verify_finds_a_wrong_lowering(monkeypatch):
-    """The rules are right, and what the target makes of them is not."""
-
-    def wrong(self, function, *args, **options):
-        def slightly(*given, **settings):
-            out, lse = function(*given, **settings)
-            return out * 1.001, lse
-
-        is_attention = function.__module__.endswith("loops.attention")
-        return inlined(self, slightly if is_attention else function, *args, **options)
-
-    inlined = Emitter.inlined
-    monkeypatch.setattr(Emitter, "inlined", wrong)
-    unproved(monkeypatch)
+    plant_in_lowering(monkeypatch)
     with pytest.raises(mla_fx.VerificationError, match=r"output 0 of the compiled graph is .* away from the exact one"):
         compiled(Model(), verify="first", target="inductor")(*cases.inputs())
 

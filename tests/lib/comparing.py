@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from torch import nn
 
 import mla_fx
 from lib.zoo.entries import DEFAULT, Entry
@@ -10,6 +11,19 @@ from lib.zoo.sizes import PREFILL
 
 EXACT = {"rtol": 1e-4, "atol": 1e-5}
 ALL = {"mla_prolog": 1, "latent_attention": 1}
+
+
+class Stack(nn.Module):
+    """Layers, one after another; each adds to what it is given."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, *rest):
+        for layer in self.layers:
+            x = x + layer(x, *rest)
+        return x
 
 
 def compiled(module, **options):

@@ -194,6 +194,12 @@ class Recorder(TorchDispatchMode):
             warnings.simplefilter("ignore", mla_fx.MlaWarning)
             compiled = self.backend(gm, example_inputs)
         self.reports += reports
+        return self.around(compiled)
+
+    def around(self, compiled: Any, first: Any = None) -> Any:
+        """Records each call, but for a first one with arguments of its own."""
+        if first is not None:
+            compiled(*first)
 
         def run(*inputs: Any) -> Any:
             self.operators.clear()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.func import functional_call, functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 import mla_fx
+from mla_fx.driver.compilation import Compilation
 from mla_fx.driver.report_log import listening
 
 FUSED = {"mla_prolog": 1, "latent_attention": 1}
@@ -120,6 +124,11 @@ class Layer(nn.Module):
         return scores.softmax(-1) @ value
 
 
+def variant(name: str, kind: type = Layer, **parts: Any) -> Any:
+    """A kind of layer with other methods or numbers."""
+    return type(name, (kind,), parts)
+
+
 class Complex(Layer):
     """DeepSeek's own rotation: tables are complex numbers, pairs are read and written interleaved."""
 
@@ -184,31 +193,111 @@ def arguments_of(layer: Layer) -> tuple[Any, ...]:
 class Reporting:
     """A backend that keeps the report of each graph."""
 
-    def __init__(self, **options: Any) -> None:
-        self.backend = mla_fx.get_backend(**{"target": "reference", **options})
+    def __init__(self, *, keep_text: bool = False, **options: Any) -> None:
+        self.options, self.keep_text = {"target": "reference", **options}, keep_text
+        self.backend = mla_fx.get_backend(**self.options)
         self.reports: list[mla_fx.Report] = []
 
     def __call__(self, gm: Any, example_inputs: Any) -> Any:
         with listening() as reports:
-            compiled = self.backend(gm, example_inputs)
+            if self.keep_text:
+                compilation = Compilation.prepare(example_inputs, self.options, keep_text=True)
+                compiled = compilation.compile(gm, example_inputs)
+            else:
+                compiled = self.backend(gm, example_inputs)
         self.reports += reports
         return compiled
 
     @property
     def report(self) -> mla_fx.Report:
-        return mla_fx.Report.merged(self.reports)
+        return self.reports[0] if len(self.reports) == 1 else mla_fx.Report.merged(self.reports)
+
+
+class Rewritten:
+    """A module, called as it is, whose operators are traced and rewritten by the passes at the first call.
+
+    Dynamo and AOTAutograd, which take several times as long as the passes, are left out. They compile the module with
+    --campaign, and for what they alone do: sizes that are symbols, inputs that share memory, tensors made of numbers,
+    and other targets."""
+
+    compiles = False
+
+    def __init__(
+        self, module: nn.Module, *, dynamic: bool | None = None, keep_text: bool = False, **options: Any
+    ) -> None:
+        self.module, self.dynamic, self.options = module, dynamic, {"target": "reference", **options}
+        self.keep_text = keep_text
+        self.run: Any = None
+        self.reported: Any = None
+
+    @property
+    def report(self) -> mla_fx.Report:
+        return self.reported.report if isinstance(self.reported, Reporting) else self.reported
+
+    def __call__(self, *given: Any) -> Any:
+        if self.run is None:
+            self.run = self.traced(given) or self.compiled()
+        return self.run(*given)
+
+    def compiled(self) -> Any:
+        self.reported = Reporting(keep_text=self.keep_text, **self.options)
+        return torch.compile(self.module, backend=self.reported, dynamic=self.dynamic)
+
+    def traced(self, given: Any) -> Any:
+        """The rewritten graph as a function; None if the module is to be compiled."""
+        if self.compiles or self.dynamic or self.options["target"] != "reference" or "dump" in self.options:
+            return None
+        state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        named, spec = tree_flatten_with_path((state, given))
+        places = [place for place, (_, leaf) in enumerate(named) if isinstance(leaf, Tensor)]
+        inputs = [named[place][1] for place in places]
+        if len({value.untyped_storage().data_ptr() for value in inputs}) < len(inputs):
+            return None
+        spec_of_results = []
+
+        def flat(*tensors: Tensor) -> Any:
+            leaves = [leaf for _, leaf in named]
+            for place, tensor in zip(places, tensors, strict=True):
+                leaves[place] = tensor
+            own, arguments = tree_unflatten(leaves, spec)
+            results, found = tree_flatten(functional_call(self.module, own, arguments))
+            spec_of_results.append(found)
+            return results
+
+        graph = make_fx(functionalize(flat), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        graph.graph.eliminate_dead_code()
+        if graph.graph.find_nodes(op="get_attr"):
+            return None
+        compilation = Compilation.prepare(inputs, self.options, keep_text=self.keep_text)
+        compilation.input_names = tuple(self.name(*named[place][0]) for place in places)
+        compilation.rewrite(graph)
+        self.reported = compilation.report
+
+        def run(*given: Any) -> Any:
+            leaves = tree_flatten((state, given))[0]
+            assert len(leaves) == len(named), "traced for other arguments"
+            return tree_unflatten(graph(*(leaves[place] for place in places)), spec_of_results[-1])
+
+        return run
+
+    def name(self, argument: Any, first: Any, *rest: Any) -> str:
+        """What a user calls an input."""
+        if argument.idx == 0:
+            return first.key
+        names = [*inspect.signature(self.module.forward).parameters]
+        return "".join(map(str, (names[first.idx] if first.idx < len(names) else names[-1], *rest)))
 
 
 def check(module: nn.Module, given: Any = None, *, dynamic: bool | None = None, **options: Any) -> mla_fx.Report:
     """Compare outputs and everything that was written with eager mode; return the report. Does not check what fused."""
     given = arguments_of(module) if given is None else given
     theirs, ours = copy.deepcopy(given), copy.deepcopy(given)
-    backend = Reporting(**options)
     with torch.no_grad():
         expected = module(*theirs)
-        found = torch.compile(module, backend=backend, dynamic=dynamic)(*ours)
+        run = Rewritten(module, dynamic=dynamic, **options)
+        found = run(*ours)
     torch.testing.assert_close((found, ours), (expected, theirs), **CLOSE)
-    return backend.report
+    return run.report
 
 
 def in_type(value: Any, dtype: torch.dtype) -> Any:
@@ -223,13 +312,13 @@ def in_type(value: Any, dtype: torch.dtype) -> Any:
 def check_no_further(module: nn.Module, given: Any, **options: Any) -> mla_fx.Report:
     """Check that results and caches are at most twice as far from a float64 run as eager's."""
     exact, theirs, ours = in_type(given, torch.float64), copy.deepcopy(given), copy.deepcopy(given)
-    backend = Reporting(**options)
     with torch.no_grad():
         truth = tree_leaves((copy.deepcopy(module).double()(*exact), exact))
         eager = tree_leaves((module(*theirs), theirs))
-        found = tree_leaves((torch.compile(module, backend=backend)(*ours), ours))
+        run = Rewritten(module, **options)
+        found = tree_leaves((run(*ours), ours))
     for true, near, own in zip(truth, eager, found, strict=True):
         assert own.dtype == near.dtype
         allowed = 2 * float((near.double() - true).norm()) + 1e-6
         assert float((own.double() - true).norm()) <= allowed
-    return backend.report
+    return run.report

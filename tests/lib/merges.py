@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import mla_fx
+from lib.layers import Rewritten
 
 B, S, N, C, T = 4, 2, 3, 20, 6
 # how many keys of each part the last token of a sequence sees: all, none of some parts, none at all
@@ -22,10 +23,10 @@ def arguments(dtype=torch.float64, parts=3):
 
 def compiled(module, given, target="reference"):
     torch._dynamo.reset()
-    run = torch.compile(module, backend=mla_fx.get_backend(target=target), dynamic=False)
+    run = Rewritten(module, target=target)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", mla_fx.MlaWarning)
-        return run(*given), mla_fx.last_report()
+        return run(*given), run.report
 
 
 def by_softmax(outs, lses):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import copy
 import warnings
 from dataclasses import dataclass, replace
 
@@ -12,16 +12,11 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 import mla_fx
 from lib.comparing import check_same
+from lib.layers import Rewritten, variant
 
 GATHERS = ("index.Tensor", "index_select", "embedding")
 HIDDEN, HEADS, BLOCK = 32, 4, 16
 STARTS = (19, 7, 3, 12, 25)
-
-
-def file_of(folder, stage):
-    """The text of the graph after a pass; those that change nothing have the file of the pass before."""
-    found = re.search(rf"^\| {stage} \|.*\((\S+)\)", (folder / "index.md").read_text(), re.MULTILINE)
-    return (folder / found[1]).read_text()
 
 
 @dataclass(frozen=True)
@@ -137,9 +132,42 @@ FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 def check(module, *, close=CLOSE, given=None, **options):
     """Check that results and caches are eager's, in float64; return the report."""
     torch._dynamo.reset()
-    run = torch.compile(module, backend=mla_fx.get_backend(**{"target": "reference"} | options))
+    run = Rewritten(module, **options)
     compared(run, module, arguments(module.sizes) if given is None else given, close)
-    return mla_fx.last_report()
+    return run.report
+
+
+def check_no_context_is_gathered(report):
+    """In what a report keeps of graphs."""
+    gathered = [sum(f"aten.{name}" in report.graphs[stage] for name in GATHERS) for stage in ("captured", "lower")]
+    assert gathered[0] and not gathered[1], report.graphs["lower"]
+
+
+def check_all_sizes(kind, given_of, target="reference"):
+    """One graph: batch, tokens, blocks and those of a sequence are symbols."""
+    torch._dynamo.reset()
+    shapes = [Sizes(3, 5, 7, 2, 8, 6), Sizes(5, 7, 9, 2, 8, 6), Sizes(2, 3, 11, 2, 8, 6)]
+    module = kind(shapes[0])
+    run = torch.compile(fixed(module), backend=mla_fx.get_backend(target=target), dynamic=True, fullgraph=True)
+    compared(run, module, given_of(shapes[0]), CLOSE)
+    assert mla_fx.last_report().fused == {"paged_attention": 1}, str(mla_fx.last_report())
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for sizes in shapes[1:]:
+            compared(run, module, given_of(sizes), CLOSE)
+
+
+def check_no_coarser(module, given):
+    """Against the program in float64. Caches are the program's."""
+    torch._dynamo.reset()
+    exact = copy.deepcopy(module).double()(*[part.double() if part.is_floating_point() else part for part in given])
+    theirs, ours = copy.deepcopy(given), copy.deepcopy(given)
+    with torch.no_grad():
+        near = module(*theirs)
+        found = (run := Rewritten(module))(*ours)
+    report = run.report
+    assert report.fused == {"paged_attention": 1} and report.checked, str(report)
+    assert (found - exact).norm() <= 1.5 * (near - exact).norm() + 1e-6 * exact.norm()
+    assert found.dtype == near.dtype and all(map(torch.equal, ours, theirs))
 
 
 class Eager(Engine):
@@ -188,42 +216,43 @@ class Gqa(Engine):
         return scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
-class BlocksSelected(Engine):
-    def context(self, cache, table):
-        return cache.index_select(0, table.flatten()).view(table.shape[0], -1, *cache.shape[2:])
+def read(name, context):
+    """Another way to read contexts."""
+    return variant(name, Engine, context=context)
 
 
-class BlocksEmbedded(Engine):
-    def context(self, cache, table):
-        return embedding(table, cache.flatten(1)).view(table.shape[0], -1, *cache.shape[2:])
+def selected(my, cache, table):
+    return cache.index_select(0, table.flatten()).view(table.shape[0], -1, *cache.shape[2:])
 
 
-class Slots(Engine):
-    def context(self, cache, table):
-        return self.flat(cache)[(table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)).flatten(1)]
+def embedded(my, cache, table):
+    return embedding(table, cache.flatten(1)).view(table.shape[0], -1, *cache.shape[2:])
 
 
-class BlocksAndOffsets(Engine):
-    def context(self, cache, table):
-        return cache[table.unsqueeze(-1), torch.arange(BLOCK)].flatten(1, 2)
+def slots_of(table):
+    return (table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)).flatten(1)
+
+
+BlocksSelected, BlocksEmbedded = read("BlocksSelected", selected), read("BlocksEmbedded", embedded)
+Slots = read("Slots", lambda my, cache, table: my.flat(cache)[slots_of(table)])
+BlocksAndOffsets = read(
+    "BlocksAndOffsets", lambda my, cache, table: cache[table.unsqueeze(-1), torch.arange(BLOCK)].flatten(1, 2)
+)
+# Caches [BlockNum, Hkv, BlockSize, columns], with these as views.
+HeadsFirst = read(
+    "HeadsFirst", lambda my, cache, table: cache.transpose(1, 2)[table].transpose(2, 3).flatten(1, 2)
+)
 
 
 class SlotOfEachToken(Engine):
     """Rows from anywhere: blocks of one row."""
 
     def tables(self, table):
-        slots = (table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK)).flatten(1).flip(1)
+        slots = slots_of(table).flip(1)
         return slots, slots
 
     def context(self, cache, table):
         return self.flat(cache)[table]
-
-
-class HeadsFirst(Engine):
-    """Caches [BlockNum, Hkv, BlockSize, columns], with these as views."""
-
-    def context(self, cache, table):
-        return cache.transpose(1, 2)[table].transpose(2, 3).flatten(1, 2)
 
 
 class PagesOfHeads(Engine):

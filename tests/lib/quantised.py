@@ -16,7 +16,8 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401  # registers quan
 from torch.nn.functional import linear
 
 import mla_fx
-from lib.comparing import EXACT, compiled
+from lib.comparing import EXACT
+from lib.layers import Rewritten
 from mla_fx.cases import DR, DV, HCKV, B, D, Layer, N, T, inputs
 
 GROUP = 4  # columns with one scale and zero point
@@ -299,9 +300,14 @@ class Quantised(Layer):
 
 
 def report_of(layer: Layer, *given: Any, **options: Any) -> mla_fx.Report:
-    """The report of a compiled layer, after its output and caches were compared with eager mode."""
+    return run_of(layer, *given, **options).report
+
+
+def run_of(layer: Layer, *given: Any, **options: Any) -> Rewritten:
+    """The rewritten layer, after its output and caches were compared with eager mode."""
     given, theirs = given or inputs(), copy.deepcopy(layer)
-    torch.testing.assert_close(compiled(layer, **options)(*given), theirs(*given), **EXACT)
+    run = Rewritten(layer, **options)
+    torch.testing.assert_close(run(*given), theirs(*given), **EXACT)
     caches = [(one.kv_cache, one.kr_cache) for one in (layer, theirs)]
     torch.testing.assert_close(*caches, **EXACT)
-    return mla_fx.last_report()
+    return run

@@ -10,6 +10,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fx.errors import NoMatch
+from mla_fx.graph.schemas import written
 from mla_fx.readings.axes import Axis, of_axis
 from mla_fx.readings.element import Element, resolve
 from mla_fx.readings.sizes import size_of
@@ -25,8 +26,9 @@ class Traced:
     def __init__(self, function, *inputs, dynamic=False, decompose=True):
         options = {"tracing_mode": "symbolic" if dynamic else "fake", "_allow_non_fake_inputs": True}
         names = inspect.signature(function).parameters
-        function = make_fx(function, DECOMPOSITIONS if decompose else None, **options)(*inputs)
-        self.module = make_fx(functionalize(function), **options)(*inputs)
+        self.module = make_fx(function, DECOMPOSITIONS if decompose else None, **options)(*inputs)
+        if any(map(written, self.module.graph.nodes)):
+            self.module = make_fx(functionalize(self.module), **options)(*inputs)
         self.inputs = inputs
         self.graph = self.module.graph
         self.out = self.graph.output_node().args[0]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.layers import FUSED, QUIET, Layer, arguments, check
+from lib.layers import FUSED, QUIET, Layer, arguments, check, variant
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 LAST = 14
@@ -18,14 +18,22 @@ class Twice(Layer):
         return position.clamp(max=LAST)
 
 
-class Chosen(Twice):
-    def place(self, position, number):
-        return torch.where(position > LAST, 0, position)
+def placed(name, place):
+    return variant(name, Twice, place=lambda my, *given: place(*given))
 
 
-class Added(Twice):
-    def place(self, position, number):
-        return 2 * position.clamp(max=LAST) - position.clamp(max=LAST)
+def bounded(position, by=LAST):
+    return position.clamp(max=by)
+
+
+Chosen = placed("Chosen", lambda position, _: torch.where(position > LAST, 0, position))
+Added = placed("Added", lambda position, _: 2 * bounded(position) - bounded(position))
+OtherBound = placed("OtherBound", lambda position, number: bounded(position, LAST - number))
+# Each write adds a number that is drawn, from zeros alone.
+Drawn = placed("Drawn", lambda position, _: position + torch.randint(0, 1, position.shape))
+WrittenBetween = placed("WrittenBetween", lambda position, number: bounded(position.sub_(number)))
+# The same two terms, once with other factors.
+OtherSum = placed("OtherSum", lambda position, number: bounded(position) - (1 + number) * bounded(position, 2))
 
 
 class Assigned(Twice):
@@ -63,30 +71,6 @@ class BlocksAndOffsets(Pages):
 
     def offset(self, rest, number):
         return rest.clamp(max=6)
-
-
-class OtherBound(Twice):
-    def place(self, position, number):
-        return position.clamp(max=LAST - number)
-
-
-class Drawn(Twice):
-    """Each write adds a number that is drawn, from zeros alone."""
-
-    def place(self, position, number):
-        return position + torch.randint(0, 1, position.shape)
-
-
-class WrittenBetween(Twice):
-    def place(self, position, number):
-        return position.sub_(number).clamp(max=LAST)
-
-
-class OtherSum(Twice):
-    """The same two terms, once with other factors."""
-
-    def place(self, position, number):
-        return position.clamp(max=LAST) - (1 + number) * position.clamp(max=2)
 
 
 class OtherOffset(BlocksAndOffsets):

@@ -21,6 +21,10 @@ TWINS = [entry for entry in catalogue().values() if entry.inplace is not None]
 CACHED = [entry for entry in TWINS if entry.inplace._schema.returns]  # others return nothing
 
 
+def by_aot(compiler):
+    return aot_autograd(fw_compiler=compiler, inference_compiler=compiler)
+
+
 def compiled(function, graphs):
     """`function` as it runs once twins are taken back; its graphs are collected."""
 
@@ -34,18 +38,18 @@ def compiled(function, graphs):
         graphs.append(gm.graph)
         return gm.forward
 
-    return torch.compile(function, backend=aot_autograd(fw_compiler=compiler, inference_compiler=compiler))
+    return torch.compile(function, backend=by_aot(compiler))
 
 
-def check(function, arguments, functional):
-    """Check for eager's results and writes, with the functional operator alone."""
+def check(function, arguments, functional, count=1):
+    """Check for eager's results and writes, with so many calls of the functional operator alone."""
     torch._dynamo.reset()
     graphs, eager, given = [], copy.deepcopy(arguments), copy.deepcopy(arguments)
     wanted = function(*eager)
     assert_close(compiled(function, graphs)(*given), wanted, rtol=0, atol=0)
     assert_close(given, eager, rtol=0, atol=0)
     (graph,) = graphs
-    assert len(graph.find_nodes(op="call_function", target=functional)) == 1
+    assert len(graph.find_nodes(op="call_function", target=functional)) == count
     assert not graph.find_nodes(op="call_function", target=WRAPPER)
 
 
@@ -129,11 +133,7 @@ def test_two_calls_in_a_row_write_one_after_the_other():
         first = entry.inplace(*args, **kwargs)
         return *first, *entry.inplace(args[0] * 2, *args[1:9], args[9].flip(0), *args[10:], **kwargs)
 
-    torch._dynamo.reset()
-    graphs, eager, given = [], copy.deepcopy(args), copy.deepcopy(args)
-    wanted = call(*eager)
-    assert_close(compiled(call, graphs)(*given), wanted, rtol=0, atol=0)
-    assert_close(given, eager, rtol=0, atol=0)
+    check(call, args, entry.overload, 2)
 
 
 @pytest.mark.refutes
@@ -152,8 +152,7 @@ def test_a_call_whose_write_would_be_lost_stays(monkeypatch):
         graphs.append((before, str(gm.graph)))
         return gm.forward
 
-    backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler)
-    torch.compile(lambda *args: entry.inplace(*args, **kwargs), backend=backend)(*args)
+    torch.compile(lambda *args: entry.inplace(*args, **kwargs), backend=by_aot(compiler))(*args)
     [(before, after)] = graphs
     assert before == after
 
@@ -208,9 +207,8 @@ def test_rows_that_may_be_left_as_they_are_keep_the_twin(name, lengths):
         stayed.extend(gm.graph.find_nodes(op="call_function", target=WRAPPER))
         return gm.forward
 
-    backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler)
     eager, given = copy.deepcopy(arguments), copy.deepcopy(arguments)
     torch._dynamo.reset()
-    assert_close(torch.compile(call, backend=backend)(*given), call(*eager), rtol=0, atol=0)
+    assert_close(torch.compile(call, backend=by_aot(compiler))(*given), call(*eager), rtol=0, atol=0)
     assert_close(given, eager, rtol=0, atol=0)
     assert len(stayed) == 1

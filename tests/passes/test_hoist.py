@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lib import layers
 from lib.comparing import check_same
 from lib.layers import CLOSE, Layer, Sizes
 from mla_fx.lowering.reference import Reference
@@ -102,27 +103,23 @@ def nothing_made():
 
 def arguments(seed, sizes=SIZES):
     draw = torch.Generator().manual_seed(seed)
+    x, tables, _, caches = layers.arguments(sizes)
+    drawn = [torch.randn(value.shape, generator=draw, dtype=torch.float64) for value in (x, *tables, *caches)]
+    return drawn[0], tuple(drawn[1:3]), torch.arange(3, 3 + sizes.tokens), tuple(drawn[3:])
 
-    def random(*shape):
-        return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    caches = tuple(random(sizes.batch, 1, sizes.context, width) for width in (sizes.rank, sizes.rope))
-    x = random(sizes.batch, sizes.tokens, sizes.hidden)
-    return (
-        x,
-        (random(sizes.tokens, sizes.rope), random(sizes.tokens, sizes.rope)),
-        torch.arange(3, 3 + sizes.tokens),
-        caches,
-    )
+def check_calls(layer, compiled, *seeds):
+    """Each call, with arguments of its own, has the results and caches of eager mode."""
+    for seed in seeds:
+        check_same(layer, arguments(seed, layer.sizes), compiled.run, **CLOSE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic, tokens", [(False, 3), (True, 1)])
 def test_weights_are_laid_out_once_and_caches_viewed(dynamic, tokens):
-    layer = Layer(sizes := replace(SIZES, tokens=tokens))
+    layer = Layer(replace(SIZES, tokens=tokens))
     compiled = Compiled(layer, dynamic=dynamic)
-    for seed in range(3):
-        check_same(layer, arguments(seed, sizes), compiled.run, **CLOSE)
+    check_calls(layer, compiled, *range(3))
     assert len(made) == 6  # those of the prolog; the seventh is that of the values, which is not told of
     (notes,) = compiled.notes
     assert "2 caches passed as views" in notes[-1] and notes[-1].startswith("7 weights laid out once, ")
@@ -132,30 +129,29 @@ def test_weights_are_laid_out_once_and_caches_viewed(dynamic, tokens):
 def test_weights_are_laid_out_at_each_call_where_nothing_is_to_be_kept():
     layer = Layer(SIZES)
     compiled = Compiled(layer, lay_out=False)
-    for seed in range(2):
-        check_same(layer, arguments(seed), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 0, 1)
     assert len(made) == 12 and compiled.kept == [0]
 
 
 def test_a_weight_that_is_written_is_laid_out_again_alone():
     layer = Layer(SIZES)
     compiled = Compiled(layer)
-    check_same(layer, arguments(0), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 0)
     layer.q_a.mul_(0.5)
-    check_same(layer, arguments(1), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 1)
     assert len(made) == 7
     layer.load_state_dict({name: weight * 0.7 for name, weight in layer.state_dict().items()})
-    check_same(layer, arguments(2), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 2)
     assert len(made) == 13 and len(compiled.compilations) == 1
 
 
 def test_a_weight_that_is_another_tensor_is_laid_out_again():
     layer = Layer(SIZES)
     compiled = Compiled(layer)
-    check_same(layer, arguments(0), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 0)
     for _ in range(3):  # memory that was freed may come back under its old address
         layer.kv_a.data = torch.randn_like(layer.kv_a)
-        check_same(layer, arguments(1), compiled.run, **CLOSE)
+        check_calls(layer, compiled, 1)
     assert len(made) == 9 and len(compiled.compilations) == 1
 
 
@@ -190,11 +186,11 @@ def test_a_write_that_nobody_counts_is_noticed(write):
     compiled = Compiled(layer)
     weights = layer.q_a, layer.q_b, layer.kv_a
     for weight in weights:
-        check_same(layer, arguments(0), compiled.run, **CLOSE)
+        check_calls(layer, compiled, 0)
         kept = compiled.compilations[0].laid_out
         place, before = weight.data_ptr(), addresses(kept)
         write(weight)
-        check_same(layer, arguments(1), compiled.run, **CLOSE)
+        check_calls(layer, compiled, 1)
         if weight.data_ptr() == place:
             assert addresses(kept) == before  # to which a captured graph may point
         assert len(compiled.compilations) == 1
@@ -209,22 +205,22 @@ def element(weight):
 def test_a_single_element_is_left_to_refresh(given):
     layer = Layer(replace(SIZES, hidden=64))
     compiled = Compiled(layer)
-    check_same(layer, arguments(0, layer.sizes), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 0)
     element(layer.q_a)
     mla_fx.refresh(given(layer, layer.q_a))
-    check_same(layer, arguments(1, layer.sizes), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 1)
     assert len(compiled.compilations) == 1
 
 
 def test_refresh_is_of_the_models_it_is_given():
     layer, other = Layer(SIZES), Layer(SIZES)
     compiled = Compiled(layer)
-    check_same(layer, arguments(0), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 0)
     mla_fx.refresh(other)
-    check_same(layer, arguments(0), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 0)
     assert len(made) == 6
     mla_fx.refresh(torch.compile(layer), other)
-    check_same(layer, arguments(0), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 0)
     assert len(made) == 12
     with torch.inference_mode():
         mla_fx.refresh(Layer(SIZES))  # whose weights nobody counts: nothing is kept of them
@@ -269,8 +265,7 @@ def test_weights_whose_writes_nobody_counts_are_laid_out_at_each_call():
     with torch.inference_mode():
         layer = Layer(SIZES)
     compiled = Compiled(layer)
-    for seed in range(2):
-        check_same(layer, arguments(seed), compiled.run, **CLOSE)
+    check_calls(layer, compiled, 0, 1)
     assert len(made) == 12
 
 

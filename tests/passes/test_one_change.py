@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from lib.comparing import check_same, with_backend
+from lib.comparing import Stack, check_same, with_backend
 from lib.watched import Watch
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import mla_fx
@@ -24,17 +23,9 @@ class Layer(cases.Layer):
         return super().attend(q_nope, q_rope, latent, k_rope, mask.to(latent.dtype))
 
 
-class Three(nn.Module):
-    """Three layers, whose plans are of one kind."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x, *rest):
-        for layer in self.layers:
-            x = x + layer(x, *rest)
-        return x
+def three():
+    """Layers whose plans are of one kind."""
+    return Stack(*(Layer() for _ in range(3))).eval()
 
 
 def of_dtype(dtype):
@@ -60,7 +51,7 @@ def in_the_second_layer(plan):
 
 def fused(**options):
     """The report of three layers whose outputs and caches are eager's."""
-    module = Three().eval()
+    module = three()
     with pytest.warns(mla_fx.MlaWarning, match="a rewrite was wrong and was not made"):
         check_same(module, cases.inputs(), with_backend(module, **options))
     return mla_fx.last_report()
@@ -87,7 +78,7 @@ def test_a_limit_that_is_refused_is_missing_from_that_call_alone(monkeypatch):
         return gm.forward
 
     backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)
-    torch.compile(Three().eval().half(), backend=backend)(*of_dtype(F16))
+    torch.compile(three().half(), backend=backend)(*of_dtype(F16))
     calls = graphs[0].find_nodes(op="call_function", target=OPS.attention.default)
     assert [call.kwargs.get("max_absorbed_tokens") for call in calls] == [2**62, None, 2**62]
 
@@ -113,7 +104,7 @@ WAYS = [
 
 @pytest.mark.parametrize("target, changing, dtype", WAYS)
 def test_every_pass_proves_before_it_changes(monkeypatch, target, changing, dtype):
-    watch, module = Watch(monkeypatch), Three().eval().to(dtype)
+    watch, module = Watch(monkeypatch), three().to(dtype)
     compilations = []
 
     def compiler(gm, inputs):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lib.layers import Rewritten
 from torch import nn
 
 import mla_fx
@@ -34,49 +35,24 @@ class Functional(Layer):
         return (out.transpose(1, 2).reshape(B, S, -1) @ self.o.T, *late)
 
 
+def late(name, look):
+    """`look` reads the old caches, or the new ones, last."""
+    return type(name, (Functional,), {"late": look})
+
+
 class LateSplit(Functional):
     def late(self, new):
         return self.kv_cache.split(4, dim=2)[1].sum((1, 2)), *(part + 1 for part in self.kr_cache.chunk(3, dim=-1))
 
 
-class LateUnbind(Functional):
-    def late(self, new):
-        return (self.kv_cache.unbind(2)[T - 4].exp(),)
-
-
-class LateUnfold(Functional):
-    def late(self, new):
-        return (self.kv_cache.unfold(2, 4, 4).amax(-1),)
-
-
-class LateView(Functional):
-    def late(self, new):
-        return (self.kr_cache.squeeze(1).transpose(1, 2)[:, 1:].cos(),)
-
-
-class LateStrides(Functional):
-    def late(self, new):
-        return (self.kv_cache.as_strided((T, HCKV), (HCKV, 1)) * 3,)
-
-
-class ReturnsOld(Functional):
-    def late(self, new):
-        return (self.kv_cache.clone(),)
-
-
-class ReturnsNew(Functional):
-    def late(self, new):
-        return (new[0],)
-
-
-class ReturnsViewOfNew(Functional):
-    def late(self, new):
-        return (new[1][:, 0, 3:],)
-
-
-class ComparesBoth(Functional):
-    def late(self, new):
-        return ((new[0] - self.kv_cache).abs().sum(),)
+LateUnbind = late("LateUnbind", lambda my, _: (my.kv_cache.unbind(2)[T - 4].exp(),))
+LateUnfold = late("LateUnfold", lambda my, _: (my.kv_cache.unfold(2, 4, 4).amax(-1),))
+LateView = late("LateView", lambda my, _: (my.kr_cache.squeeze(1).transpose(1, 2)[:, 1:].cos(),))
+LateStrides = late("LateStrides", lambda my, _: (my.kv_cache.as_strided((T, HCKV), (HCKV, 1)) * 3,))
+ReturnsOld = late("ReturnsOld", lambda my, _: (my.kv_cache.clone(),))
+ReturnsNew = late("ReturnsNew", lambda my, new: (new[0],))
+ReturnsViewOfNew = late("ReturnsViewOfNew", lambda my, new: (new[1][:, 0, 3:],))
+ComparesBoth = late("ComparesBoth", lambda my, new: ((new[0] - my.kv_cache).abs().sum(),))
 
 
 class Cloned(Layer):
@@ -132,9 +108,8 @@ class TwoLayers(nn.Module):
 class LongSlice(Layer):
     """The last 32 of 16 slots are all of them."""
 
-    def store(self, latent, k_rope, position):
-        kv_cache, kr_cache = super().store(latent, k_rope, position)
-        return kv_cache[:, :, -2 * T :], kr_cache[:, :, -2 * T :]
+    def store(self, *given):
+        return tuple(cache[:, :, -2 * T :] for cache in super().store(*given))
 
 
 class WrittenTwice(Layer):
@@ -229,25 +204,17 @@ REFUSED = {
 }
 
 
-def run_both(module, target="reference"):
+def run_both(module, target="reference", **options):
     """The report of a module whose outputs and buffers are eager's."""
     eager = module.eval()
     fused = copy.deepcopy(eager)
     inputs = cases.inputs()
     expected = eager(*copy.deepcopy(inputs))
-    report = None
-
-    def backend(gm, example_inputs):
-        nonlocal report
-        compiled = mla_fx.get_backend(target=target)(gm, example_inputs)
-        report = mla_fx.last_report()
-        return compiled
-
-    found = torch.compile(fused, backend=backend, fullgraph=True)(*inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    run = Rewritten(fused, target=target, **options)
+    torch.testing.assert_close(run(*inputs), expected, rtol=1e-4, atol=1e-5)
     for name, buffer in eager.named_buffers():
         torch.testing.assert_close(fused.get_buffer(name), buffer, rtol=1e-4, atol=1e-5)
-    return report
+    return run.report
 
 
 class Together(cases.Layer):
@@ -272,10 +239,6 @@ def test_rows_for_a_pool_are_new_memory():
     assert any("kv_cache is not a view of a graph input, but new memory, from which rows" in n for n in report.notes)
 
 
-def stages(module):
-    return mla_fx.explain(module.eval(), target="reference")(*cases.inputs()).graphs
-
-
 # Inductor reinplaces itself, and takes seconds for each.
 TARGETS = ["reference", pytest.param("inductor", marks=pytest.mark.campaign)]
 
@@ -297,10 +260,10 @@ IN_PLACE = [Layer, Functional, Transposed, Gaps, Roomy, RoomyReturned]
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", IN_PLACE, ids=lambda kind: kind.__name__)
 def test_a_cache_that_nobody_needs_is_written_in_place(kind):
-    report = run_both(kind())
+    report = run_both(kind(), keep_text=True)
     assert "mla_prolog" in report.fused
     assert report.notes == []
-    graphs = stages(kind())
+    graphs = report.graphs
     assert "mla_fx.mla_prolog_(" in graphs["reinplace"] and "copy_(" not in graphs["reinplace"]
     assert "mla_fx.mla_prolog(" in graphs["clean up"] and "copy_(" in graphs["clean up"]
 
@@ -328,10 +291,10 @@ def test_one_refusal_does_not_keep_the_other_layers_from_it():
             first, *late = self.first(*inputs)
             return self.second(first, *inputs[1:]), *late
 
-    report = run_both(Two())
+    report = run_both(Two(), keep_text=True)
     assert report.fused == {"mla_prolog": 2, "latent_attention": 2}
     assert len([note for note in report.notes if KEPT in note]) == 1
-    assert stages(Two())["reinplace"].count("mla_fx.mla_prolog_(") == 1
+    assert report.graphs["reinplace"].count("mla_fx.mla_prolog_(") == 1
 
 
 def test_a_bug_is_no_refusal(monkeypatch):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lib.layers import QUIET, Layer, Sizes, arguments, check
+from lib.layers import QUIET, Layer, Sizes, arguments, check, variant
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
@@ -99,24 +99,18 @@ def test_two_kinds_in_turn_are_matched_once_each(matched):
     assert matched == {"mla_attention": 2, "mla_prolog": 1}
 
 
-class Scaled(Layer):
-    def scores(self, query, key):
-        return super().scores(query, key) * 0.5
+Scaled = variant("Scaled", scores=lambda my, query, key: Layer.scores(my, query, key) * 0.5)
+NegativeScores = variant("NegativeScores", scores=lambda my, query, key: -Layer.scores(my, query, key))
+TablesExchanged = variant("TablesExchanged", rotate_key=lambda my, x, cos, sin: my.rotate(x, sin, cos))
+TurnedBack = variant("TurnedBack", rotate_key=lambda my, x, cos, sin: my.rotate(x, cos, -sin))
+QueryOfOtherTokens = variant("QueryOfOtherTokens", query=lambda my, x: Layer.query(my, x.flip(1)))
+TransposedKeys = variant("TransposedKeys", query=lambda my, x: Layer.query(my, x).transpose(1, 2))  # tokens for heads
+Unmasked = variant("Unmasked", mask=lambda my, position: torch.zeros_like(Layer.mask(my, position)))
 
 
 class OtherEpsilon(Layer):
     def norm(self, x, gamma):
         return gamma * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1))
-
-
-class TablesExchanged(Layer):
-    def rotate_key(self, x, cos, sin):
-        return self.rotate(x, sin, cos)
-
-
-class TurnedBack(Layer):
-    def rotate_key(self, x, cos, sin):
-        return self.rotate(x, cos, -sin)
 
 
 class OtherPlaces(Layer):
@@ -142,28 +136,6 @@ class OldRotaryKeys(Layer):
         before = kr_cache.clone()
         super().store(latent, k_rope, position, kv_cache, kr_cache)
         return kv_cache, before
-
-
-class TransposedKeys(Layer):
-    """There are as many tokens as heads: swapped, they look the same."""
-
-    def query(self, x):
-        return super().query(x).transpose(1, 2)
-
-
-class QueryOfOtherTokens(Layer):
-    def query(self, x):
-        return super().query(x.flip(1))
-
-
-class NegativeScores(Layer):
-    def scores(self, query, key):
-        return -super().scores(query, key)
-
-
-class Unmasked(Layer):
-    def mask(self, position):
-        return torch.zeros_like(super().mask(position))
 
 
 class KeptProbabilities(Layer):

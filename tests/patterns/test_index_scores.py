@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lib.comparing import Stack
 from lib.layers import QUIET, Reporting
 from mla_fx.patterns.lightning_index import CHOSEN, HEADS, LightningIndex
 
@@ -67,7 +68,7 @@ class Unsorted(Indexed):
 def run(layer, target, **options):
     """What both return, the report, and both layers, which have written their caches."""
     layer, given, backend = layer.eval(), inputs(), Reporting(target=target, **options)
-    dtype, other = layer.o.dtype, copy.deepcopy(layer)
+    dtype, other = next(layer.parameters()).dtype, copy.deepcopy(layer)
     given = [value.to(dtype) if value.is_floating_point() else value for value in given]
     torch._dynamo.reset()
     return layer(*given), torch.compile(other, backend=backend)(*given), backend.reports[-1], (layer, other)
@@ -103,20 +104,6 @@ def test_the_order_of_unsorted_keys_means_nothing(target):
     assert report.fused == {"mla_prolog": 1, "lightning_index": 1, "sparse_latent_attention": 1}, str(report)
 
 
-class TwoLayers(torch.nn.Module):
-    """The second layer compares its scores; nothing that was done in the first is repeated there."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(layers)
-        self.o = layers[0].o
-
-    def forward(self, x, *given):
-        for layer in self.layers:
-            x = x + layer(x, *given)
-        return x
-
-
 class OfAnother(Indexed):
     """Values are read, scores are not. No row is hidden as a whole, whatever the scores are."""
 
@@ -128,6 +115,7 @@ class OfAnother(Indexed):
 
 @pytest.mark.parametrize("layers", [(OfAnother, OfRawScores), (OfRawScores, OfAnother)])
 def test_a_rewrite_is_not_repeated_where_scores_are_compared(layers):
-    expected, found, report, _ = run(TwoLayers(*(layer() for layer in layers)), "reference")
+    """The second layer compares its scores, or the first one does."""
+    expected, found, report, _ = run(Stack(*(layer() for layer in layers)), "reference")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert report.fused["lightning_index"] == 1, str(report)

@@ -7,10 +7,9 @@ import copy
 import pytest
 import torch
 from lib.key_value_caches import ByBlocks, Interleaved, Keys, Sizes, ValuesFirst, arguments
-from lib.layers import QUIET
+from lib.layers import QUIET, Rewritten
 from torch import nn
 
-import mla_fx
 from mla_fx.driver import discovery
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -23,11 +22,12 @@ def check(module, given, target="reference", close=1e-10):
     torch._dynamo.reset()
     eager = copy.deepcopy(given)
     with torch.no_grad():
-        found = torch.compile(module, backend=mla_fx.get_backend(target=target))(*given)
+        run = Rewritten(module, target=target)
+        found = run(*given)
         wanted = module(*eager)
     for one, other in zip((*found, *given), (*wanted, *eager), strict=True):
         torch.testing.assert_close(one, other, rtol=close, atol=close)
-    return mla_fx.last_report()
+    return run.report
 
 
 KINDS = [Keys, Interleaved, ByBlocks, ValuesFirst]
@@ -82,31 +82,17 @@ class NormOfAllHeads(Keys):
         return key * torch.rsqrt(key.square().mean((-1, -2), keepdim=True) + 1e-5) * self.gamma
 
 
-class RotatedBehind(Keys):
-    def rotated(self, key, cos, sin):
-        return super().rotated(key.flip(-1), cos, sin).flip(-1)
+def rotated(name, function, **parts):
+    return type(name, (Keys,), {"rotated": function, **parts})
 
 
-class RotatedFirst(Keys):
-    """The norm of what is rotated already."""
-
-    def norm(self, key):
-        return key
-
-    def rotated(self, key, cos, sin):
-        return Keys.norm(self, super().rotated(key, cos, sin))
-
-
-class Unrotated(Keys):
-    def rotated(self, key, cos, sin):
-        return key
-
-
-class Weighed(Keys):
-    def rotated(self, key, cos, sin):
-        return super().rotated(key, cos, sin) * self.gamma
-
-
+RotatedBehind = rotated("RotatedBehind", lambda my, key, *angle: Keys.rotated(my, key.flip(-1), *angle).flip(-1))
+Unrotated = rotated("Unrotated", lambda my, key, *angle: key)
+Weighed = rotated("Weighed", lambda my, *given: Keys.rotated(my, *given) * my.gamma)
+# The norm of what is rotated already.
+RotatedFirst = rotated(
+    "RotatedFirst", lambda my, *given: Keys.norm(my, Keys.rotated(my, *given)), norm=lambda my, key: key
+)
 TWINS = {
     OtherSlots: "are written to different positions",
     NormOfSome: "do not follow those that are",

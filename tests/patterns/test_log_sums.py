@@ -6,27 +6,9 @@ import warnings
 
 import pytest
 import torch
+from lib import log_sums
 from lib.layers import QUIET
-from lib.log_sums import (
-    SCALE,
-    SPELLINGS,
-    Added,
-    Attention,
-    B,
-    Divided,
-    Expanded,
-    Maximum,
-    Merged,
-    N,
-    S,
-    T,
-    Unmasked,
-    Widened,
-    arguments,
-    compiled,
-    in_parts,
-    nearly_blind,
-)
+from lib.log_sums import SCALE, Added, Attention, B, Divided, Expanded, Maximum, N, S, T, arguments, compiled, in_parts
 from torch import nn
 
 import mla_fx
@@ -36,35 +18,26 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 BOTH, CALL = "return_lse=True", "mla_fx.attention("
 
 
-def lowered(module, given):
-    return stage("lower", module, given, "reference")
-
-
-def stage(name, module, given, target):
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", mla_fx.MlaWarning)
-        torch._dynamo.reset()
-        return mla_fx.explain(module, target=target)(*given).graphs[name]
-
-
-def check(module, given=None, **options):
+def check(module, given=None):
+    """The report, with the text of graphs."""
     given = arguments() if given is None else given
-    found, report = compiled(module, given, **options)
+    found, report = compiled(module, given, keep_text=True)
     for one, wanted in zip(found, module(*given), strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-10)
     return report
 
 
-@pytest.mark.parametrize("kind", SPELLINGS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", log_sums.SPELLINGS, ids=lambda kind: kind.__name__)
 def test_spellings(kind):
     """One operator, also where the program uses the logarithm in another form later."""
-    assert check(kind()).fused == {"latent_attention": 1}
-    text = lowered(kind(), arguments())
+    report = check(kind())
+    assert report.fused == {"latent_attention": 1}
+    text = report.graphs["lower"]
     assert text.count(BOTH) == text.count(CALL) == 1
     assert "aten.logsumexp" not in text and "aten.log(" not in text and "_softmax" not in text, text
 
 
-@pytest.mark.parametrize("kind", [Attention, Added, Divided, Widened], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Attention, Added, Divided, log_sums.Widened], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_coarser_than_the_program(kind, dtype):
     """Against the program in float64."""
@@ -90,7 +63,8 @@ def test_inductor(kind):
             for one, wanted in zip(run(*few), module(*few), strict=True):
                 torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
     assert mla_fx.last_report().fused == {"latent_attention": 2}
-    text = stage("clean up", kind(), given, "inductor")
+    torch._dynamo.reset()
+    text = mla_fx.explain(kind(), target="inductor")(*given).graphs["clean up"]
     assert text.count(BOTH) == text.count(CALL) == 1
 
 
@@ -99,16 +73,16 @@ def test_inductor(kind):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_expanded_keys(dtype, absorb, fused, target):
     """Both forms return logarithms; a row that sees no key has eager's NaN, and minus infinity."""
-    module, given = Expanded(), nearly_blind(*arguments(dtype))
+    module, given = Expanded(), log_sums.nearly_blind(*arguments(dtype))
     exact = module(*[part.double() if part.is_floating_point() else part for part in given])
-    found, report = compiled(module, given, target, absorb=absorb)
+    found, report = compiled(module, given, target, absorb=absorb, keep_text=target == "reference")
     assert report.fused == {fused: 1}, str(report)
     for one, near, wanted in zip(found, module(*given), exact, strict=True):
         seen = wanted.isfinite()
         assert one.dtype == near.dtype and torch.equal(one.isneginf(), wanted.isneginf())
         assert torch.equal(one.isnan(), wanted.isnan())
         assert (one - wanted)[seen].norm() <= 2 * (near - wanted)[seen].norm() + 1e-6 * wanted[seen].norm()
-    text = stage("lower", module, given, "reference")
+    text = report.graphs["lower"] if target == "reference" else ""
     assert "aten.logsumexp" not in text and "_softmax" not in text, text
 
 
@@ -130,10 +104,10 @@ def test_expanded_keys_of_a_prompt_with_symbols():
 def test_merged_parts_are_attention_over_the_whole_context():
     """Two sequences have parts that some or all rows do not see: their softmax gives NaN, which the merge drops."""
     given = arguments()
-    found, report = compiled(Merged(), in_parts(*given))
+    found, report = compiled(log_sums.Merged(), in_parts(*given), keep_text=True)
     assert report.fused == {"latent_attention": 2, "merge_attention": 1}, str(report)
     torch.testing.assert_close(found, Attention()(*given)[0], rtol=1e-9, atol=1e-10)
-    assert lowered(Merged(), in_parts(*given)).count(BOTH) == 2
+    assert report.graphs["lower"].count(BOTH) == 2
 
 
 class Chunks(nn.Module):
@@ -164,31 +138,26 @@ def test_chunks_with_a_causal_later_one_are_checked():
 class SafePeak(Attention):
     """The largest score of a row that sees no key counts as 0, its sum as 1."""
 
+    is_safe = ("peak", "total")
+
     def forward(self, query, query_rope, kv_cache, kr_cache, table, first):
         positions = first.unsqueeze(-1) + torch.arange(query.shape[1])
         latents, keys = (cache[table].flatten(1, 2) for cache in (kv_cache, kr_cache))
         scores = self.masked(self.scores(query, query_rope, latents, keys), positions)
         largest = scores.amax(-1, keepdim=True)
-        raised = (scores - self.peak(largest)).exp()
+        peak = torch.where(largest == -torch.inf, 0.0, largest) if "peak" in self.is_safe else largest
+        raised = (scores - peak).exp()
         total = raised.sum(-1, keepdim=True)
-        out = (raised @ latents.unsqueeze(1)) / self.total(total)
+        out = (raised @ latents.unsqueeze(1)) / (total.clamp(min=1e-30) if "total" in self.is_safe else total)
         return out.transpose(1, 2), (largest + total.log()).squeeze(-1)
-
-    def peak(self, largest):
-        return torch.where(largest == -torch.inf, 0.0, largest)
-
-    def total(self, total):
-        return total.clamp(min=1e-30)
 
 
 class SafePeakAlone(SafePeak):
-    def total(self, total):
-        return total
+    is_safe = ("peak",)
 
 
 class SafeTotalAlone(SafePeak):
-    def peak(self, largest):
-        return largest
+    is_safe = ("total",)
 
 
 class SafeSoftmax(Attention):
@@ -202,7 +171,7 @@ class SafeSoftmax(Attention):
 @pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_row_that_sees_no_key(kind, target):
     """Whatever the program has there: NaN, zeros, minus infinity."""
-    given = nearly_blind(*arguments())
+    given = log_sums.nearly_blind(*arguments())
     found, report = compiled(kind(), given, target)
     assert report.fused == {"latent_attention": 1}
     wanted = kind()(*given)
@@ -213,124 +182,64 @@ def test_a_row_that_sees_no_key(kind, target):
 # --- near twins ------------------------------------------------------------------------------------------------------
 
 
-class Unscaled(Attention):
-    def lse(self, masked, scores):
-        return (masked / SCALE).logsumexp(-1)
-
-
-class MaskedOtherwise(Attention):
-    def lse(self, masked, scores):
-        return scores.masked_fill(torch.arange(scores.shape[-1]) > 9, -torch.inf).logsumexp(-1)
-
-
-class OfHeads(Attention):
-    """The sum over the heads of a token."""
+class Twin(Attention):
+    def __init__(self, lse):
+        super().__init__()
+        self.twin = lse
 
     def lse(self, masked, scores):
-        return masked[..., 0].logsumexp(1)
+        return self.twin(masked, scores)
 
 
-class OfSomeKeys(Attention):
-    def lse(self, masked, scores):
-        return masked[..., :9].logsumexp(-1)
-
-
-class OfHeadsInAnotherOrder(Attention):
-    def lse(self, masked, scores):
-        return (masked + masked.flip(1)).logsumexp(-1)
-
-
-class OtherMaximum(Attention):
-    def lse(self, masked, scores):
-        return masked.amax((1, 3), keepdim=True).squeeze(-1) + masked.sub(masked.amax(-1, True)).exp().sum(-1).log()
-
-
-class LogarithmOfOtherBase(Attention):
-    def lse(self, masked, scores):
-        largest = masked.amax(-1)
-        return largest + (masked - largest.unsqueeze(-1)).exp().sum(-1).log2()
-
-
-class TwiceTheLogarithm(Attention):
-    def lse(self, masked, scores):
-        largest = masked.amax(-1)
-        return torch.add(largest, (masked - largest.unsqueeze(-1)).exp().sum(-1).log(), alpha=2)
-
-
-class LogarithmAlone(Attention):
-    def lse(self, masked, scores):
-        return (masked - masked.amax(-1, keepdim=True)).exp().sum(-1).log()
-
-
-class Squares(Attention):
-    def lse(self, masked, scores):
-        largest = masked.amax(-1, keepdim=True)
-        return (largest + (masked - largest).exp().square().sum(-1, keepdim=True).log()).squeeze(-1)
-
-
-class OfTheLargest(Attention):
-    def lse(self, masked, scores):
-        largest = masked.amax(-1, keepdim=True)
-        return (largest + (masked - largest).exp().amax(-1, keepdim=True).log()).squeeze(-1)
-
-
-class OfOneKey(Attention):
-    """The score of one key, once for each key."""
-
-    def lse(self, masked, scores):
-        return masked[..., :1].expand_as(masked).logsumexp(-1)
-
-
-class OfTheMean(Attention):
-    def lse(self, masked, scores):
-        largest = masked.amax(-1, keepdim=True)
-        return (largest + (masked - largest).exp().mean(-1, keepdim=True).log()).squeeze(-1)
-
-
-class MoreThanOnce(Attention):
-    """The largest score is added twice."""
-
-    def lse(self, masked, scores):
-        largest = masked.amax(-1, keepdim=True)
-        return (2 * largest + (masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
-
-
-class NegativeLogarithm(Attention):
-    def lse(self, masked, scores):
-        largest = masked.amax(-1, keepdim=True)
-        return (largest + -(masked - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+def by_hand(masked, total=lambda raised: raised.sum(-1, keepdim=True), largest=None, log=torch.log, **alpha):
+    """The largest score, and the logarithm of what is made of the exponentials of the others less that."""
+    peak = masked.amax(-1, keepdim=True)
+    found = log(total((masked - peak).exp()))
+    return torch.add(peak if largest is None else largest, found, **alpha).squeeze(-1)
 
 
 NO_LOGARITHM = "expected the logarithm of the sum of exponentials that a softmax divides by"
-TWINS = {
-    Unscaled: "the logarithm is of the sum for",
-    Unmasked: "the logarithm is not of the sum that the softmax divides by: it is of add, expected masked_fill",
-    MaskedOtherwise: "the logarithm is not of the sum that the softmax divides by",
-    OfHeads: "the logarithms are of scores in another shape than those of the softmax",
-    OfSomeKeys: "the logarithms are of scores in another shape than those of the softmax",
-    OfOneKey: "the logarithms are of scores in another shape than those of the softmax",
-    OfHeadsInAnotherOrder: "the logarithm is not of the sum that the softmax divides by: it is of add",
-    OfTheLargest: NO_LOGARITHM,
-    OfTheMean: NO_LOGARITHM,
-    MoreThanOnce: NO_LOGARITHM,
-    OtherMaximum: NO_LOGARITHM,
-    LogarithmOfOtherBase: NO_LOGARITHM,
-    TwiceTheLogarithm: NO_LOGARITHM,
+NOT_THE_SUM = "the logarithm is not of the sum that the softmax divides by"
+OTHER_SHAPE = "the logarithms are of scores in another shape than those of the softmax"
+TWINS = {  # without a reason, nothing looks like the logarithm
+    "unscaled": ("the logarithm is of the sum for", lambda masked, _: (masked / SCALE).logsumexp(-1)),
+    "unmasked": (f"{NOT_THE_SUM}: it is of add, expected masked_fill", lambda _, scores: scores.logsumexp(-1)),
+    "masked otherwise": (
+        NOT_THE_SUM,
+        lambda _, scores: scores.masked_fill(torch.arange(scores.shape[-1]) > 9, -torch.inf).logsumexp(-1),
+    ),
+    "over the heads of a token": (OTHER_SHAPE, lambda masked, _: masked[..., 0].logsumexp(1)),
+    "of some keys": (OTHER_SHAPE, lambda masked, _: masked[..., :9].logsumexp(-1)),
+    "of one key, once for each key": (OTHER_SHAPE, lambda masked, _: masked[..., :1].expand_as(masked).logsumexp(-1)),
+    "of heads in another order": (
+        f"{NOT_THE_SUM}: it is of add", lambda masked, _: (masked + masked.flip(1)).logsumexp(-1),
+    ),
+    "of the largest": (NO_LOGARITHM, lambda masked, _: by_hand(masked, lambda raised: raised.amax(-1, keepdim=True))),
+    "of the mean": (NO_LOGARITHM, lambda masked, _: by_hand(masked, lambda raised: raised.mean(-1, keepdim=True))),
+    "the largest twice": (
+        NO_LOGARITHM, lambda masked, _: by_hand(masked, largest=2 * masked.amax(-1, keepdim=True)),
+    ),
+    "another maximum": (
+        NO_LOGARITHM, lambda masked, _: by_hand(masked, largest=masked.amax((1, 3), keepdim=True)),
+    ),
+    "of another base": (NO_LOGARITHM, lambda masked, _: by_hand(masked, log=torch.log2)),
+    "twice the logarithm": (NO_LOGARITHM, lambda masked, _: by_hand(masked, alpha=2)),
+    "the logarithm alone": ("", lambda masked, _: (masked - masked.amax(-1, keepdim=True)).exp().sum(-1).log()),
+    "less the logarithm": ("", lambda masked, _: by_hand(masked, log=lambda total: -total.log())),
+    "of squares": ("", lambda masked, _: by_hand(masked, lambda raised: raised.square().sum(-1, keepdim=True))),
 }
 
 
-UNREAD = [LogarithmAlone, NegativeLogarithm, Squares]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*TWINS, *UNREAD], ids=lambda kind: kind.__name__)
-def test_other_logarithms_stay(kind):
+@pytest.mark.parametrize("name", TWINS)
+def test_other_logarithms_stay(name):
     """The attention fuses without them."""
-    report = check(kind())
+    because, lse = TWINS[name]
+    report = check(Twin(lse))
     assert report.fused == {"latent_attention": 1}
     reasons = [miss.reason for miss in report.misses if miss.pattern == "mla_attention_lse"]
-    assert any(TWINS[kind] in reason for reason in reasons) if kind in TWINS else not reasons, reasons
-    assert BOTH not in lowered(kind(), arguments())
+    assert any(because in reason for reason in reasons) if because else not reasons, reasons
+    assert BOTH not in report.graphs["lower"]
 
 
 def test_the_logarithm_of_another_attention():
@@ -342,7 +251,7 @@ def test_the_logarithm_of_another_attention():
             return out, lse
 
     report = check(OfAnother())
-    assert report.fused == {"latent_attention": 1} and BOTH not in lowered(OfAnother(), arguments())
+    assert report.fused == {"latent_attention": 1} and BOTH not in report.graphs["lower"]
 
 
 def test_a_logarithm_that_nothing_reads():
@@ -350,8 +259,9 @@ def test_a_logarithm_that_nothing_reads():
         def forward(self, *given):
             return (super().forward(*given)[0],)
 
-    assert check(Unread()).fused == {"latent_attention": 1}
-    text = lowered(Unread(), arguments())
+    report = check(Unread())
+    assert report.fused == {"latent_attention": 1}
+    text = report.graphs["lower"]
     assert text.count(CALL) == 1 and BOTH not in text
 
 
@@ -361,7 +271,7 @@ def test_a_sink_is_no_part_of_the_sum():
             return torch.cat((scores, torch.ones_like(scores[..., :1])), -1).softmax(-1)[..., :-1]
 
     report = check(Sink())
-    assert report.fused == {"latent_attention": 1} and BOTH not in lowered(Sink(), arguments())
+    assert report.fused == {"latent_attention": 1} and BOTH not in report.graphs["lower"]
     assert any("an attention sink" in miss.reason for miss in report.misses), str(report)
 
 

@@ -5,22 +5,9 @@ import itertools
 
 import pytest
 import torch
+from lib import merges
 from lib.layers import QUIET
-from lib.merges import (
-    SINK,
-    SPELLINGS,
-    B,
-    C,
-    N,
-    S,
-    T,
-    arguments,
-    beside_a_sink,
-    by_softmax,
-    compiled,
-    guarded,
-    one_by_one,
-)
+from lib.merges import SINK, B, C, N, S, T, arguments, beside_a_sink, by_softmax, compiled, guarded, one_by_one
 from torch import nn
 
 import mla_fx
@@ -47,7 +34,7 @@ class Merged(nn.Module):
 
 @pytest.mark.parametrize("is_blank", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 16))])
-@pytest.mark.parametrize("merge", SPELLINGS)
+@pytest.mark.parametrize("merge", merges.SPELLINGS)
 def test_spellings(merge, count, is_blank):
     module, given = Merged(merge, count, is_blank=is_blank), arguments(parts=max(count, 3))
     found, report = compiled(module, given)

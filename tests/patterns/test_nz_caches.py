@@ -7,7 +7,7 @@ import pytest
 import torch
 from lib import comparing
 from lib.comparing import compiled
-from lib.layers import in_type
+from lib.layers import Rewritten, in_type
 from lib.zoo import oracle
 from lib.zoo.caches import CACHES, Nz, NzTransposed
 from lib.zoo.entries import DEFAULT, WHOLE_FRACTALS, Entry
@@ -30,7 +30,7 @@ def entry_of(name, **spelling):
 def same(entry, step, **options):
     """The report, after a comparison of results and caches with those of eager mode."""
     module = entry.build()
-    comparing.check_same(module, entry.arguments(step), compiled(module, **options))
+    comparing.check_same(module, entry.arguments(step), Rewritten(module, **options))
     return mla_fx.last_report()
 
 
@@ -165,11 +165,19 @@ def test_caches_that_are_read_alone(monkeypatch):
 # --- what only looks like it -----------------------------------------------------------------------------------------
 
 
-class OtherFactor(Nz):
-    """16 columns side by side, which in float32 are 64 bytes."""
+def formed(name, form):
+    return type(name, (Nz,), {"form": lambda my, cache, width: form(cache, cache.shape[0], cache.shape[1], width)})
 
-    def form(self, cache, width):
-        return cache.view(cache.shape[0], width // 16, cache.shape[1], 16)
+
+# 16 columns side by side, which in float32 are 64 bytes.
+OtherFactor = formed("OtherFactor", lambda cache, count, size, width: cache.view(count, width // 16, size, 16))
+# The same dimensions, but in memory each row lies in one piece, or [n0, BlockSize, Columns/n0].
+RowsInMemory = formed(
+    "RowsInMemory", lambda cache, count, size, width: cache.view(count, size, width // LANES, LANES).transpose(1, 2)
+)
+LanesFirst = formed(
+    "LanesFirst", lambda cache, count, size, width: cache.view(count, LANES, size, width // LANES).transpose(1, 3)
+)
 
 
 class LowerFirst(Nz):
@@ -177,20 +185,6 @@ class LowerFirst(Nz):
 
     def put(self, nz, rows, block, offset):
         nz[block, :, offset] = rows.flatten(1).unflatten(1, (nz.shape[3], nz.shape[1])).transpose(1, 2)
-
-
-class RowsInMemory(Nz):
-    """The same dimensions, but in memory each row lies in one piece."""
-
-    def form(self, cache, width):
-        return cache.view(cache.shape[0], cache.shape[1], width // LANES, LANES).transpose(1, 2)
-
-
-class LanesFirst(Nz):
-    """In memory [n0, BlockSize, Columns/n0]."""
-
-    def form(self, cache, width):
-        return cache.view(cache.shape[0], LANES, cache.shape[1], width // LANES).transpose(1, 3)
 
 
 class Swapped(NzTransposed):

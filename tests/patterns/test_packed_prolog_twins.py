@@ -2,20 +2,9 @@
 
 import pytest
 import torch
-from lib.packed_prologs import (
-    ATTENTION,
-    BF16,
-    DR,
-    PROLOG,
-    RANK,
-    ClippedByNumber,
-    Packed,
-    Pages,
-    bytes_of,
-    fused,
-    given,
-    reasons,
-)
+from lib import packed_prologs
+from lib.comparing import Stack
+from lib.packed_prologs import BF16, DR, PROLOG, RANK, Packed, bytes_of, fused, given, reasons, variant
 from torch.nn.functional import linear
 
 import mla_fx
@@ -23,84 +12,67 @@ import mla_fx
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.filterwarnings("ignore::mla_fx.MlaWarning")]
 
 
-@pytest.mark.slow
-def test_layers_that_are_nearly_alike():
-    layers = [kind() for kind in (Packed, ScalesFirst, ClippedByNumber, Packed, Pages)]
+def tiles_of(name, scales_of, codes_of=lambda my, x, scales: x * scales.reciprocal()):
+    """Packed rows with scales that are a function of the values, and codes that are one of both."""
 
-    def stack(x, *rest):
-        for layer in layers:
-            x = x + layer(x, *rest)
-        return x
+    def tiles(self, x):
+        scales = scales_of(self, x)
+        return codes_of(self, x, scales).round().clamp(-128, 127).to(torch.int8), scales
 
-    torch.compile(stack, backend="mla", options={"target": "reference"})(*given())
-    report = mla_fx.last_report()
-    assert report.fused == {PROLOG: 4, ATTENTION: 5}, str(report)
-    assert reasons(report) == [TWINS[ScalesFirst]]
+    return variant(name, tiles=tiles)
 
 
-class ScalesFirst(Packed):
-    """FlashMLA's order."""
-
-    order = ("codes", "scales", "keys")
+def largest(x):
+    return x.abs().amax(-1, keepdim=True)
 
 
-class WideKeys(Packed):
-    key_dtype = torch.float32
+def clipped(x, bound, scales):
+    return x.clamp(-bound, bound) * scales.reciprocal()
 
 
-class NarrowTiles(Packed):
-    tile = 64
+ScalesFirst = variant("ScalesFirst", order=("codes", "scales", "keys"))  # as FlashMLA's
+WideKeys = variant("WideKeys", key_dtype=torch.float32)
+NarrowTiles = variant("NarrowTiles", tile=64)
+ScaleBeforeTheClip = tiles_of(
+    "ScaleBeforeTheClip",
+    lambda my, x: largest(x) * (1 / 127),
+    lambda my, x, scales: clipped(x, largest(x) * my.alpha, scales),
+)
+ScaleBeforeTheClipByNumber = tiles_of(
+    "ScaleBeforeTheClipByNumber",
+    lambda my, x: largest(x) * (1 / 127),
+    lambda my, x, scales: clipped(x, largest(x) * 0.75, scales),
+)
+Unclipped = tiles_of("Unclipped", lambda my, x: largest(x) * my.alpha * (1 / 127))
+ClippedAbove = tiles_of(
+    "ClippedAbove",
+    lambda my, x: largest(x) * my.alpha * (1 / 127),
+    lambda my, x, scales: x.minimum(largest(x) * my.alpha) * scales.reciprocal(),
+)
+AlphaOfEachTile = tiles_of(
+    "AlphaOfEachTile",
+    lambda my, x: largest(x) * my.alphas * (1 / 127),
+    lambda my, x, scales: clipped(x, largest(x) * my.alphas, scales),
+)
 
 
 class ScalesOfTheNeighbour(Packed):
     def tiles(self, x):
         codes, scales = super().tiles(x)
-        return codes, scales.flip(-2)
+        return codes, self.other(scales)
+
+    def other(self, scales):
+        return scales.flip(-2)
 
 
-class ScalesOfAnotherToken(Packed):
-    def tiles(self, x):
-        codes, scales = super().tiles(x)
-        return codes, scales.roll(1, -3)
-
-
-class ScaleBeforeTheClip(Packed):
-    def tiles(self, x):
-        largest = x.abs().amax(-1, keepdim=True)
-        scales, bound = largest * (1 / 127), largest * self.alpha
-        return (x.clamp(-bound, bound) * scales.reciprocal()).round().to(torch.int8), scales
-
-
-class ScaleBeforeTheClipByNumber(Packed):
-    def tiles(self, x):
-        largest = x.abs().amax(-1, keepdim=True)
-        scales, bound = largest * (1 / 127), largest * 0.75
-        return (x.clamp(-bound, bound) * scales.reciprocal()).round().to(torch.int8), scales
-
-
-class Unclipped(Packed):
-    def tiles(self, x):
-        scales = x.abs().amax(-1, keepdim=True) * self.alpha * (1 / 127)
-        return (x * scales.reciprocal()).round().clamp(-128, 127).to(torch.int8), scales
-
-
-class ClippedAbove(Packed):
-    def tiles(self, x):
-        bound = x.abs().amax(-1, keepdim=True) * self.alpha
-        scales = bound * (1 / 127)
-        return (x.minimum(bound) * scales.reciprocal()).round().clamp(-128, 127).to(torch.int8), scales
-
-
-class AlphaOfEachTile(Packed):
-    def tiles(self, x):
-        bound = x.abs().amax(-1, keepdim=True) * self.alphas
-        scales = bound * (1 / 127)
-        return (x.clamp(-bound, bound) * scales.reciprocal()).round().to(torch.int8), scales
+class ScalesOfAnotherToken(ScalesOfTheNeighbour):
+    def other(self, scales):
+        return scales.roll(1, -3)
 
 
 class Truncated(Packed):
     def tiles(self, x):
-        scales = x.abs().amax(-1, keepdim=True) * (1 / 127)
+        scales = largest(x) * (1 / 127)
         return (x * scales.reciprocal()).to(torch.int8), scales
 
 
@@ -129,8 +101,7 @@ class Float8(Packed):
         return codes.view(torch.float8_e4m3fn).float()
 
 
-class HalfScales(Packed):
-    scale_dtype = BF16
+HalfScales = variant("HalfScales", scale_dtype=BF16)
 
 
 class HalfScale(HalfScales):
@@ -155,35 +126,25 @@ class Together(Packed):
         return (codes.float() * scales.view(torch.float32)).split([RANK, DR], -1)
 
 
-class KeysOfTheOtherEnd(Packed):
-    """The two bytes of each number are exchanged."""
-
-    def placed(self, parts):
-        return {**parts, "keys": parts["keys"].unflatten(-1, (-1, 2)).flip(-1).flatten(-2)}
+def placed(name, part, change, kind=Packed):
+    """The bytes of one part are in another order."""
+    return variant(name, kind, placed=lambda my, parts: {**parts, part: change(parts[part])})
 
 
-class ScalesOfTheOtherEnd(Packed):
-    def placed(self, parts):
-        return {**parts, "scales": parts["scales"].unflatten(-1, (-1, 4)).flip(-1).flatten(-2)}
+def of_the_other_end(size):
+    return lambda part: part.unflatten(-1, (-1, size)).flip(-1).flatten(-2)
 
 
-class KeysInterleaved(Packed):
-    """Bytes as in a square, by columns."""
-
-    def placed(self, parts):
-        return {**parts, "keys": parts["keys"].unflatten(-1, (4, 4)).mT.flatten(-2)}
+def by_columns(part):
+    """Bytes as in a square."""
+    return part.unflatten(-1, (4, 4)).mT.flatten(-2)
 
 
-class ScalesInterleaved(NarrowTiles):
-    def placed(self, parts):
-        return {**parts, "scales": parts["scales"].unflatten(-1, (4, 4)).mT.flatten(-2)}
-
-
-class CodesFlipped(Packed):
-    def placed(self, parts):
-        return {**parts, "codes": parts["codes"].flip(-1)}
-
-
+KeysOfTheOtherEnd = placed("KeysOfTheOtherEnd", "keys", of_the_other_end(2))
+ScalesOfTheOtherEnd = placed("ScalesOfTheOtherEnd", "scales", of_the_other_end(4))
+KeysInterleaved = placed("KeysInterleaved", "keys", by_columns)
+ScalesInterleaved = placed("ScalesInterleaved", "scales", by_columns, NarrowTiles)
+CodesFlipped = placed("CodesFlipped", "codes", lambda part: part.flip(-1))
 NO_KEY = "behind 256 codes, rows hold torch.int8, expected a rotary key in 16 bits"
 COMPUTED_FROM = "codes or scales of tokens are computed from {}, expected from a value and the largest one"
 TWINS = {
@@ -219,3 +180,13 @@ def test_near_twins(kind, quant):
     report = fused(kind(), *given(), quant=quant)
     assert PROLOG not in report.fused, str(report)
     assert reasons(report) == [TWINS[kind]]
+
+
+@pytest.mark.slow
+def test_layers_that_are_nearly_alike():
+    kinds = Packed, ScalesFirst, packed_prologs.ClippedByNumber, Packed, packed_prologs.Pages
+    layers = Stack(*(kind() for kind in kinds))
+    torch.compile(layers, backend="mla", options={"target": "reference"})(*given())
+    report = mla_fx.last_report()
+    assert report.fused == {PROLOG: 4, packed_prologs.ATTENTION: 5}, str(report)
+    assert reasons(report) == [TWINS[ScalesFirst]]

@@ -4,24 +4,8 @@ Rows must be those of eager mode, byte for byte, unless the vendor's codes are a
 
 import pytest
 import torch
-from lib.packed_prologs import (
-    ATTENTION,
-    BF16,
-    BOTH,
-    DR,
-    F16,
-    PROLOG,
-    RANK,
-    RULE,
-    AllInt8,
-    ClippedByNumber,
-    ClippedByParameter,
-    Packed,
-    Pages,
-    fused,
-    given,
-    reasons,
-)
+from lib import packed_prologs as packed
+from lib.packed_prologs import BOTH, DR, PROLOG, RANK, RULE, Packed, fused, given, reasons, variant
 
 import mla_fx
 
@@ -36,7 +20,7 @@ class IndexPut(Packed):
 class Batch(Packed):
     """Two sequences, a row for each."""
 
-    def __init__(self, dtype=BF16):
+    def __init__(self, dtype=packed.BF16):
         super().__init__(dtype)
         self.cache = self.cache.expand(2, 1, -1, -1).clone()
 
@@ -56,10 +40,10 @@ class IntoAnEmptyRow(Packed):
         return row
 
 
-class ClippedByNegativeParameter(ClippedByParameter):
+class ClippedByNegativeParameter(packed.ClippedByParameter):
     """The bound is negative, and values are minus that: the limit from below comes last, as in the operator."""
 
-    def __init__(self, dtype=BF16):
+    def __init__(self, dtype=packed.BF16):
         super().__init__(dtype)
         self.alpha.neg_()
 
@@ -71,8 +55,8 @@ class HalvesRotated(Packed):
         return torch.cat((first * cos[0] - second * sin[0], second * cos[1] + first * sin[1]), -1).to(self.q_a.dtype)
 
 
-KINDS = Packed, AllInt8, IndexPut, Pages, IntoAnEmptyRow, ClippedByNumber, ClippedByParameter, HalvesRotated
-KINDS += (ClippedByNegativeParameter,)
+KINDS = Packed, IndexPut, packed.Pages, IntoAnEmptyRow, HalvesRotated, ClippedByNegativeParameter, packed.AllInt8
+KINDS += packed.ClippedByNumber, packed.ClippedByParameter
 
 
 @pytest.mark.slow
@@ -84,14 +68,14 @@ def test_one_prolog(kind):
 
 def test_float16_has_no_prolog():
     """There attention absorbs its query inside the operator."""
-    assert fused(Packed(F16), *given(F16)).fused == {"mla_attention": 1}
+    assert fused(Packed(packed.F16), *given(packed.F16)).fused == {"mla_attention": 1}
 
 
 def test_a_batch():
     assert fused(Batch(), *given(batch=2)).fused == BOTH
 
 
-class AllInt8Clipped(AllInt8, ClippedByParameter):
+class AllInt8Clipped(packed.AllInt8, packed.ClippedByParameter):
     """Both of them."""
 
 
@@ -102,13 +86,13 @@ def test_all_int8_and_clipped():
 @pytest.mark.slow
 def test_a_target_that_multiplies_int8_projections_one_by_one():
     report = mla_fx.explain(Packed(), target="inductor")(*given())
-    assert report.fused == {ATTENTION: 1}, str(report)
+    assert report.fused == {packed.ATTENTION: 1}, str(report)
     assert reasons(report) == [f"target 'inductor': int8 projections are faster one by one than in {PROLOG}"]
 
 
 def test_as_exact_as_eager_mode():
     """The others multiply in 64 bits; rows hold keys in 16 all the same."""
-    ours, theirs, exact = (ClippedByParameter() for _ in range(3))
+    ours, theirs, exact = (packed.ClippedByParameter() for _ in range(3))
     for value in exact.buffers():
         value.data = value.data.double() if value.is_floating_point() else value.data
     found = torch.compile(ours, backend="mla", options={"target": "reference"})(*given())
@@ -124,27 +108,22 @@ SCALES = "scales are computed otherwise than as bound * (1/127), as a kernel doe
 ORDER = "the latent is normalised otherwise than as value / root * gamma, as a kernel does"
 
 
-class Divided(Packed):
+def tiles_of(name, scales_of, codes_of=lambda x, scales: x * scales.reciprocal()):
     def tiles(self, x):
-        scales = x.abs().amax(-1, keepdim=True) * (1 / 127)
-        return (x / scales).round().to(torch.int8), scales
+        scales = scales_of(x.abs().amax(-1, keepdim=True))
+        return codes_of(x, scales).round().to(torch.int8), scales
+
+    return variant(name, tiles=tiles)
 
 
-class QuotientScales(Packed):
-    def tiles(self, x):
-        scales = x.abs().amax(-1, keepdim=True) / 127
-        return (x * (1 / scales)).round().to(torch.int8), scales
+Divided = tiles_of("Divided", lambda largest: largest * (1 / 127), lambda x, scales: x / scales)
+QuotientScales = tiles_of("QuotientScales", lambda largest: largest / 127, lambda x, scales: x * (1 / scales))
+Guarded = tiles_of("Guarded", lambda largest: largest.clamp_min(1e-6) * (1 / 127))
 
 
 class Rounded(Packed):
     def rows(self, latent, keys):
         return super().rows(latent.to(self.q_a.dtype).float(), keys)
-
-
-class Guarded(Packed):
-    def tiles(self, x):
-        scales = x.abs().amax(-1, keepdim=True).clamp_min(1e-6) * (1 / 127)
-        return (x * scales.reciprocal()).round().to(torch.int8), scales
 
 
 class ReciprocalRoots(Packed):
@@ -179,7 +158,7 @@ class MaximumFirst(ClippedFromBelowFirst):
         return x.maximum(-bound).minimum(bound)
 
 
-class RoundedProducts(AllInt8):
+class RoundedProducts(packed.AllInt8):
     def product(self, x, name):
         return super().product(x, name).to(self.kv_b.dtype)
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from lib.layers import QUIET
+from lib.layers import QUIET, Rewritten
 from torch import nn
 
 import mla_fx
@@ -51,30 +51,22 @@ class Prompts(nn.Module):
         return {"mask": None, "scale": 0.3, "is_causal": True}
 
 
-class SeeAll(Prompts):
-    def options(self, place, latent):
-        return {"mask": None, "scale": 0.3}
+def variant(name, **parts):
+    return type(name, (Prompts,), parts)
 
 
-class NoRotaryPart(Prompts):
-    has_rope = False
+def with_options(name, options):
+    """Options of each call, and which of the sequences has others."""
+    return variant(name, options=lambda my, place, latent: {"mask": None, "scale": 0.3} | options(place, latent))
 
 
-class Backwards(Prompts):
-    """Results are joined in another order."""
-
-    def joined(self, outs):
-        return torch.cat(outs[::-1])
+SeeAll = with_options("SeeAll", lambda place, latent: {})
+NoRotaryPart = variant("NoRotaryPart", has_rope=False)
 
 
-class InPart(Prompts):
-    def joined(self, outs):
-        return torch.cat(outs[1:]), outs[0]
-
-
-class Rounded(Prompts):
-    def joined(self, outs):
-        return torch.cat([out.bfloat16() for out in outs])
+Backwards = variant("Backwards", joined=lambda my, outs: torch.cat(outs[::-1]))
+InPart = variant("InPart", joined=lambda my, outs: (torch.cat(outs[1:]), outs[0]))
+Rounded = variant("Rounded", joined=lambda my, outs: torch.cat([out.bfloat16() for out in outs]))
 
 
 class Written(Prompts):
@@ -129,34 +121,12 @@ class FromTheLast(WrittenBehind):
         return torch.cat(outs)
 
 
-class OtherWeights(Prompts):
-    def weight(self, place):
-        return self.weights[place]
-
-
-class OneSeesAll(Prompts):
-    def options(self, place, latent):
-        return {"mask": None, "scale": 0.3, "is_causal": place != 1}
-
-
-class OtherScales(Prompts):
-    def options(self, place, latent):
-        return {"mask": None, "scale": 0.3 + place}
-
-
-class UpToLengths(Prompts):
-    def options(self, place, latent):
-        return {"mask": None, "scale": 0.3, "context_lens": torch.tensor([7])}
-
-
-class WithSinks(Prompts):
-    def options(self, place, latent):
-        return {"mask": None, "scale": 0.3, "sinks": latent[0, 0, :N]}
-
-
-class Masked(Prompts):
-    def options(self, place, latent):
-        return {"mask": latent[0, :, 0] > 0, "scale": 0.3}
+OtherWeights = variant("OtherWeights", weight=lambda my, place: my.weights[place])
+OneSeesAll = with_options("OneSeesAll", lambda place, latent: {"is_causal": place != 1})
+OtherScales = with_options("OtherScales", lambda place, latent: {"scale": 0.3 + place})
+UpToLengths = with_options("UpToLengths", lambda place, latent: {"context_lens": torch.tensor([7])})
+WithSinks = with_options("WithSinks", lambda place, latent: {"sinks": latent[0, 0, :N]})
+Masked = with_options("Masked", lambda place, latent: {"mask": latent[0, :, 0] > 0})
 
 
 class Swapped(Prompts):
@@ -206,10 +176,10 @@ def given(lens, dtype=torch.float64):
 def fused(kind, *all_lens, dynamic=False, **options):
     torch._dynamo.reset()
     module = kind()
-    run = torch.compile(module, backend=mla_fx.get_backend(target="reference", **options), dynamic=dynamic)
+    run = Rewritten(module, dynamic=dynamic, **options)
     for lens in all_lens:
         torch.testing.assert_close(run(*given(lens)), module(*given(lens)), rtol=1e-9, atol=1e-9)
-    return mla_fx.last_report().fused
+    return run.report.fused
 
 
 @pytest.mark.parametrize("kind", [Prompts, SeeAll, NoRotaryPart, WrittenBehind, Backwards, InPart, Rounded, Written])

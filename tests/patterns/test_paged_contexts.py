@@ -96,16 +96,12 @@ class Pages(Layer):
         return pages[where]
 
 
-class OtherOrder(Pages):
-    """The sequences of the table in another order."""
-
-    def where(self):
-        return self.table.flip(0)
+def variant(name, base=Pages, **parts):
+    return type(name, (base,), parts)
 
 
-class FromTheEnd(Pages):
-    def where(self):
-        return self.table - self.table.numel()
+OtherOrder = variant("OtherOrder", where=lambda my: my.table.flip(0))  # of the sequences
+FromTheEnd = variant("FromTheEnd", where=lambda my: my.table - my.table.numel())
 
 
 class OldPages(Pages):
@@ -129,41 +125,18 @@ class ByRow(Pages):
         return pages.flatten(0, 1)[where]
 
 
-class RowsTwice(ByRow):
-    """The first two rows of each page, each of them twice."""
-
-    def where(self):
-        return self.table.unsqueeze(-1) * 4 + torch.arange(4) // 2
+def by_slots(name, slots):
+    return variant(name, ByRow, where=lambda my: slots(my.table.unsqueeze(-1)))
 
 
-class OtherSize(ByRow):
-    """Slots that count pages of another size than the cache's."""
-
-    def where(self):
-        return self.table.unsqueeze(-1) * 3 + torch.arange(4)
-
-
-class LargerSize(ByRow):
-    """Slots of pages of twice the size; their first halves are read."""
-
-    def where(self):
-        return (self.table // 2).unsqueeze(-1) * 8 + torch.arange(4)
-
-
-class BeforeThePage(ByRow):
-    """Rows that begin one before the page; for the first page, that is the last row of all."""
-
-    def where(self):
-        return self.table.unsqueeze(-1) * 4 + torch.arange(-1, 3)
-
-
-class RowsFirst(Pages):
-    """A context reads all first rows of its blocks, then all second rows."""
-
-    fires = False
-
-    def read(self, pages, where):
-        return pages[where].transpose(1, 2)
+RowsTwice = by_slots("RowsTwice", lambda table: table * 4 + torch.arange(4) // 2)  # the first two rows of each page
+OtherSize = by_slots("OtherSize", lambda table: table * 3 + torch.arange(4))
+LargerSize = by_slots("LargerSize", lambda table: table // 2 * 8 + torch.arange(4))  # the first halves of larger pages
+BeforeThePage = by_slots("BeforeThePage", lambda table: table * 4 + torch.arange(-1, 3))
+# A context reads all first rows of its blocks, then all second rows.
+RowsFirst = variant("RowsFirst", fires=False, read=lambda my, pages, where: pages[where].transpose(1, 2))
+Scaled = variant("Scaled", read=lambda my, pages, where: pages[where] * 1.5)  # attention has factors for that
+Rounded = variant("Rounded", fires=False, read=lambda my, pages, where: pages[where].bfloat16().double())
 
 
 class TablesOfTheirOwn(Pages):
@@ -171,22 +144,6 @@ class TablesOfTheirOwn(Pages):
 
     def read(self, pages, where):
         return pages[where if pages.shape[-1] == self.sizes.rank else where.flip(1)]
-
-
-class Scaled(Pages):
-    """Multiplied after they were gathered: attention has factors for that."""
-
-    def read(self, pages, where):
-        return pages[where] * 1.5
-
-
-class Rounded(Pages):
-    """Rounded after they were gathered: pages are not."""
-
-    fires = False
-
-    def read(self, pages, where):
-        return pages[where].bfloat16().double()
 
 
 class WrittenBehind(Pages):

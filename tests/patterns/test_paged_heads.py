@@ -2,43 +2,12 @@
 mode."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
+from lib import paged_heads as paged
 from lib.layers import QUIET
-from lib.paged_heads import (
-    BLOCK,
-    CLOSE,
-    FLOAT32,
-    GATHERS,
-    HEADS,
-    SPELLINGS,
-    ByLength,
-    Eager,
-    Engine,
-    Expanded,
-    Filled,
-    Gqa,
-    Grouped,
-    OneFurther,
-    PagesOfHeads,
-    RowsOfHeads,
-    Sizes,
-    Slopes,
-    Slots,
-    TableOfEachHead,
-    Turned,
-    Upcast,
-    Window,
-    arguments,
-    check,
-    compared,
-    file_of,
-    fixed,
-    heads_first,
-    table_of_each_head,
-)
+from lib.paged_heads import BLOCK, FLOAT32, HEADS, ByLength, Eager, Engine, Grouped, Sizes, arguments, check
 from torch.nn.functional import scaled_dot_product_attention
 
 import mla_fx
@@ -58,26 +27,26 @@ def reasons(report):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("kind", SPELLINGS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", paged.SPELLINGS, ids=lambda kind: kind.__name__)
 def test_spellings(kind, tokens):
     assert fused(kind(Sizes(tokens=tokens))) == 1
 
 
-@pytest.mark.parametrize("kind", [PagesOfHeads, RowsOfHeads], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [paged.PagesOfHeads, paged.RowsOfHeads], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("target", ["reference", "inductor"])
 def test_heads_first_in_a_page(kind, target):
     module = kind(Sizes(columns=6)).float()
-    given = heads_first(arguments(module.sizes, torch.float32))
+    given = paged.heads_first(arguments(module.sizes, torch.float32))
     assert fused(module, given=given, close=FLOAT32, target=target) == 1
 
 
 def test_a_table_of_each_head():
-    module = TableOfEachHead(Sizes(batch=2, columns=6))
-    assert fused(module, given=table_of_each_head(module.sizes)) == 1
+    module = paged.TableOfEachHead(Sizes(batch=2, columns=6))
+    assert fused(module, given=paged.table_of_each_head(module.sizes)) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Engine, Eager, Expanded, Gqa], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Engine, Eager, paged.Expanded, paged.Gqa], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("kv_heads, columns", [(4, 8), (1, 8), (2, 5), (2, 11)])
 def test_heads_and_widths(kind, kv_heads, columns):
     assert fused(kind(Sizes(kv_heads=kv_heads, columns=columns))) == 1
@@ -89,15 +58,14 @@ def test_many_tokens_and_long_contexts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [Engine, ByLength, Filled, Grouped, OneFurther, Window, Slopes], ids=lambda k: k.__name__
+    "kind", [Engine, ByLength, paged.Filled, Grouped, paged.OneFurther, paged.Window, paged.Slopes],
+    ids=lambda kind: kind.__name__,
 )
-def test_causal_masks_become_lengths_and_others_stay(kind, tmp_path):
-    fused(kind(), dump=str(tmp_path))
-    (folder,) = tmp_path.iterdir()
-    lines = file_of(folder, "lower").splitlines()
+def test_causal_masks_become_lengths_and_others_stay(kind):
+    lines = check(kind(), keep_text=True).graphs["lower"].splitlines()
     (call,) = [line.split("(")[1] for line in lines if "= mla_fx.paged_attention." in line]
     is_length = call.split(", ")[4] != "None"
-    assert is_length == (kind in (Engine, ByLength, Filled, Grouped)), call
+    assert is_length == (kind in (Engine, ByLength, paged.Filled, Grouped)), call
 
 
 # --- targets, sizes and types ----------------------------------------------------------------------------------------
@@ -105,98 +73,54 @@ def test_causal_masks_become_lengths_and_others_stay(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", "inductor"])
-def test_no_context_is_gathered(target, tmp_path):
+def test_no_context_is_gathered(target):
     module = Engine().float()
     given = arguments(module.sizes, torch.float32)
-    assert fused(module, given=given, close=FLOAT32, target=target, dump=str(tmp_path)) == 1
-    (folder,) = tmp_path.iterdir()
-    captured, lowered = (file_of(folder, stage) for stage in ("captured", "lower"))
-    gathered = [sum(f"aten.{name}" in text for name in GATHERS) for text in (captured, lowered)]
-    assert gathered[0] and not gathered[1], lowered
+    report = check(module, given=given, close=FLOAT32, target=target, keep_text=True)
+    assert report.fused == {"paged_attention": 1}
+    paged.check_no_context_is_gathered(report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["reference", pytest.param("inductor", marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("kind", [Engine, Eager, Grouped, Slots, ByLength], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Engine, Eager, Grouped, paged.Slots, ByLength], ids=lambda kind: kind.__name__)
 def test_one_graph_for_all_sizes(kind, target):
-    """Batch, tokens, blocks and those of a sequence are symbols."""
-    torch._dynamo.reset()
-    shapes = [Sizes(3, 5, 7, 2, 8, 6), Sizes(5, 7, 9, 2, 8, 6), Sizes(2, 3, 11, 2, 8, 6)]
-    module = kind(shapes[0])
-    run = torch.compile(fixed(module), backend=mla_fx.get_backend(target=target), dynamic=True, fullgraph=True)
-    compared(run, module, arguments(shapes[0]), CLOSE)
-    assert mla_fx.last_report().fused == {"paged_attention": 1}, str(mla_fx.last_report())
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for sizes in shapes[1:]:
-            compared(run, module, arguments(sizes), CLOSE)
+    paged.check_all_sizes(kind, arguments, target)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Engine, Eager, Grouped, Upcast], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Engine, Eager, Grouped, paged.Upcast], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_coarser_than_the_program(kind, dtype):
-    """Against the program in float64."""
-    torch._dynamo.reset()
-    module, given = kind().to(dtype), arguments(Sizes(), dtype)
-    exact = copy.deepcopy(module).double()(*[part.double() if part.is_floating_point() else part for part in given])
-    theirs, ours = copy.deepcopy(given), copy.deepcopy(given)
-    with torch.no_grad():
-        near = module(*theirs)
-        found = torch.compile(module, backend=mla_fx.get_backend(target="reference"))(*ours)
-    assert mla_fx.last_report().fused == {"paged_attention": 1}
-    assert (found - exact).norm() <= 1.5 * (near - exact).norm()
-    assert found.dtype == near.dtype and all(map(torch.equal, ours, theirs))
+    paged.check_no_coarser(kind().to(dtype), arguments(Sizes(), dtype))
 
 
 # --- near twins ------------------------------------------------------------------------------------------------------
 
 
-class TableTurned(Engine):
-    def tables(self, table):
-        return table, table.flip(1)
+def variant(name, kind=Engine, **parts):
+    return type(name, (kind,), parts)
 
 
-class TableOfAnotherSequence(Engine):
-    def tables(self, table):
-        return table, table.roll(1, 0)
+def of_heads(scores):
+    return torch.arange(1, HEADS + 1, dtype=scores.dtype).view(-1, 1, 1)
 
 
-class RowsFirst(Engine):
-    def context(self, cache, table):
-        return cache[table].transpose(1, 2).flatten(1, 2)
+def beside_a_sink(my, scores):
+    return torch.cat((scores, torch.ones_like(scores[..., :1])), -1).softmax(-1)[..., :-1]
 
 
-class Rounded(Engine):
-    def context(self, cache, table):
-        return super().context(cache, table).bfloat16().to(cache.dtype)
+TableTurned = variant("TableTurned", tables=lambda my, table: (table, table.flip(1)))
+TableOfAnotherSequence = variant("TableOfAnotherSequence", tables=lambda my, table: (table, table.roll(1, 0)))
+RowsFirst = variant("RowsFirst", context=lambda my, cache, table: cache[table].transpose(1, 2).flatten(1, 2))
+Rounded = variant("Rounded", context=lambda my, *given: Engine.context(my, *given).bfloat16().to(given[0].dtype))
+Softcap = variant("Softcap", Eager, weights=lambda my, scores: (torch.tanh(scores / 3) * 3).softmax(-1))
+ScaledHeads = variant("ScaledHeads", Eager, weights=lambda my, scores: (scores * of_heads(scores)).softmax(-1))
+Weighed = variant("Weighed", keys=lambda my, key: key * torch.arange(1, key.shape[1] + 1).view(-1, 1, 1))
+Sinks = variant("Sinks", Eager, weights=beside_a_sink)
 
 
-class Softcap(Eager):
-    def weights(self, scores):
-        return (torch.tanh(scores / 3) * 3).softmax(-1)
-
-
-class ScaledHeads(Eager):
-    def weights(self, scores):
-        return (scores * torch.arange(1, HEADS + 1, dtype=scores.dtype).view(-1, 1, 1)).softmax(-1)
-
-
-class Weighed(Engine):
-    def keys(self, key):
-        return key * torch.arange(1, key.shape[1] + 1).view(-1, 1, 1)
-
-
-class Sinks(Eager):
-    def weights(self, scores):
-        return torch.cat((scores, torch.ones_like(scores[..., :1])), -1).softmax(-1)[..., :-1]
-
-
-class MaskedWeights(Eager):
-    def weights(self, scores):
-        return scores.softmax(-1) * (torch.arange(scores.shape[-1]) != 3)
-
-
-class OtherHeads(Turned):
+class OtherHeads(paged.Turned):
     def values(self, value):
         self.turned = True
         return value
@@ -253,7 +177,10 @@ def test_a_cache_that_would_have_to_be_copied_is_gathered():
 
 
 def test_masked_weights_are_no_attention():
-    assert not check(MaskedWeights()).fused
+    def masked(my, scores):
+        return scores.softmax(-1) * (torch.arange(scores.shape[-1]) != 3)
+
+    assert not check(variant("MaskedWeights", Eager, weights=masked)()).fused
 
 
 def test_dropout_is_left_alone():

@@ -3,28 +3,15 @@
 Near twins are refused for their own reasons."""
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
-from lib.quantised import (
-    ALL,
-    INT8_TOKENS,
-    SPELLINGS,
-    Quantised,
-    Stored,
-    by_blocks,
-    by_groups,
-    by_rows,
-    in_float32,
-    of_groups,
-    of_integers,
-    of_tokens,
-    report_of,
-    scaled_behind,
-    tokens,
-)
-from lib.quantised_models import in_dtype
+from lib import quantised
+from lib.layers import Rewritten
+from lib.quantised import ALL, SPELLINGS, Quantised, Stored, by_rows, of_integers, of_tokens, report_of, run_of
+from lib.quantised_models import check_as_exact, in_dtype
 from mla_fx.lowering import inductor
 from torch.nn.functional import linear
 
@@ -47,14 +34,11 @@ SCALES = "a matrix product is multiplied by a parameter, as by the scales of a q
 def test_attention_is_over_latents(multiply):
     """Keys and values are not expanded any more. The prolog takes weights that are dequantised, the key side those that
     are multiplied as codes."""
-    layer = Quantised(multiply, SPELLINGS[multiply], "kv_b")
-    report = report_of(layer)
-    own = PROLOG if PROLOG in report.fused else KEY_SIDE
-    assert report.fused == {own: 1, ATTENTION: 1}, str(report)
-    compiled = torch.compile(layer, backend="mla", options={"target": "reference"})
-    compiled(*inputs())
+    run = run_of(Quantised(multiply, SPELLINGS[multiply], "kv_b"))
+    own = PROLOG if PROLOG in run.report.fused else KEY_SIDE
+    assert run.report.fused == {own: 1, ATTENTION: 1}, str(run.report)
     with torch.profiler.profile(record_shapes=True) as profile:
-        compiled(*inputs())
+        run(*inputs())
     shapes = [shape for event in profile.events() for shape in event.input_shapes]
     assert any(shapes) and B * T * N * (D + DV) not in map(math.prod, shapes)
 
@@ -62,7 +46,8 @@ def test_attention_is_over_latents(multiply):
 @pytest.mark.slow
 @pytest.mark.parametrize("multiply", SPELLINGS)
 def test_all_projections_are_quantised(multiply):
-    names = ("q_b", "kv_b") if SPELLINGS[multiply] is by_blocks else ALL  # others cannot be divided into blocks
+    # others cannot be divided into blocks
+    names = ("q_b", "kv_b") if SPELLINGS[multiply] is quantised.by_blocks else ALL
     report = report_of(Quantised(multiply, SPELLINGS[multiply], *names))
     assert report.fused == {KEY_SIDE: 1, ATTENTION: 1}, str(report)
     assert {miss.pattern for miss in report.misses} == {"mla_prolog"}, str(report)
@@ -73,8 +58,8 @@ def test_all_projections_are_quantised(multiply):
 def test_the_projection_from_latents_alone_is_plain(multiply):
     """Only int8 tokens have a prolog. Other quantised projections do not stop the norm, the rotation and the cache
     write from being read."""
-    own = INT8_PROLOG if multiply in INT8_TOKENS else KEY_SIDE
-    names = ("q_b",) if SPELLINGS[multiply] is by_blocks else ALL[:-1]
+    own = INT8_PROLOG if multiply in quantised.INT8_TOKENS else KEY_SIDE
+    names = ("q_b",) if SPELLINGS[multiply] is quantised.by_blocks else ALL[:-1]
     report = report_of(Quantised(multiply, SPELLINGS[multiply], *names))
     assert report.fused == {own: 1, ATTENTION: 1}, str(report)
 
@@ -82,20 +67,11 @@ def test_the_projection_from_latents_alone_is_plain(multiply):
 @pytest.mark.slow
 @pytest.mark.parametrize("multiply", SPELLINGS)
 def test_as_exact_in_bfloat16_as_eager_mode(multiply):
-    """Compared with float64, in which the tokens' codes are those of bfloat16 or next to them."""
-    layer = Quantised(multiply, SPELLINGS[multiply], "kv_b")
-    layer, exact = in_dtype(layer, torch.bfloat16), in_dtype(layer, torch.float64)
-    *given, position = inputs()
-    given = [value.to(torch.bfloat16) for value in given]
-    compiled = torch.compile(copy.deepcopy(layer), backend="mla", options={"target": "reference"})
-    ours, eager = compiled(*given, position), layer(*given, position)
+    check_as_exact(Quantised(multiply, SPELLINGS[multiply], "kv_b"))
     assert mla_fx.last_report().fused.get(ATTENTION) == 1
-    wanted = exact(*(value.double() for value in given), position)
-    distances = [(value.double() - wanted).norm() for value in (ours, eager)]
-    assert distances[0] <= 2 * distances[1]
 
 
-@pytest.mark.parametrize("multiply", [scaled_behind, of_tokens])
+@pytest.mark.parametrize("multiply", [quantised.scaled_behind, of_tokens])
 def test_inductor_multiplies_codes_as_they_are_stored(multiply, monkeypatch):
     """The graph that it compiles has no copy of them in the dtype of the model, which it would write at each step."""
     graphs = []
@@ -161,7 +137,7 @@ def with_a_bias_of_integers(x, w):
 
 def quantised_behind(x, w):
     """Keys and values are quantised after the projection, per head: no function of the latents is absorbed."""
-    codes, scales = tokens(scaled_behind(x, w).unflatten(-1, (N, -1)))
+    codes, scales = quantised.tokens(quantised.scaled_behind(x, w).unflatten(-1, (N, -1)))
     return (codes * scales).flatten(-2)
 
 
@@ -176,7 +152,7 @@ def of_rows_and_columns(x, w):
 
 def in_narrow_integers(x, w):
     """Wraps around in 8 bits."""
-    codes, scales = tokens(x.reshape(-1, x.shape[-1]))
+    codes, scales = quantised.tokens(x.reshape(-1, x.shape[-1]))
     return ((codes.to(torch.int8) @ w.codes.t()).to(x.dtype) * scales * w.scales).view(*x.shape[:-1], -1)
 
 
@@ -190,38 +166,23 @@ def with_zero_points(x, w):
 
 
 def unsigned(x, w, shift=128, weight=lambda codes: codes, dtype=torch.int32):
-    codes, scales = tokens(x.reshape(-1, x.shape[-1]))
+    codes, scales = quantised.tokens(x.reshape(-1, x.shape[-1]))
     product = torch._int_mm((codes.to(torch.int8).to(torch.int32) + 128).to(torch.uint8), w.codes.t())
     product = product - weight(w.codes).t().sum(0, keepdim=True, dtype=dtype) * shift
     return (product.to(x.dtype) * scales * w.scales).view(*x.shape[:-1], -1)
 
 
-def corrected_by_another_number(x, w):
-    return unsigned(x, w, shift=127)
-
-
-def corrected_by_another_weight(x, w):
-    return unsigned(x, w, weight=lambda codes: codes.roll(1, 0))
-
-
-def corrected_by_the_next_column(x, w):
-    return unsigned(x, w, weight=lambda codes: torch.cat((codes[1:], codes[:1])))
-
-
 def corrected_by_a_column(x, w):
-    codes, scales = tokens(x.reshape(-1, x.shape[-1]))
+    codes, scales = quantised.tokens(x.reshape(-1, x.shape[-1]))
     product = torch._int_mm((codes.to(torch.int8).to(torch.int32) + 128).to(torch.uint8), w.codes.t())
     return ((product - w.codes[:, 0].to(torch.int32) * 128) * scales * w.scales).view(*x.shape[:-1], -1)
 
 
-def corrected_in_8_bits(x, w):
-    return unsigned(x, w, dtype=torch.int8)
-
-
 def rounded_on_the_way(x, w):
-    return scaled_behind(x, w).to(torch.bfloat16).to(x.dtype)
+    return quantised.scaled_behind(x, w).to(torch.bfloat16).to(x.dtype)
 
 
+ANOTHER_WEIGHT = "a product of integers is corrected by the sum of another weight"
 NEAR_TWINS = {
     rounded_on_the_way: "the program rounds to torch.bfloat16, the operator only to torch.float32",
     with_bias: "the projection has a bias, which the fused operators do not support",
@@ -234,11 +195,11 @@ NEAR_TWINS = {
     of_rows_and_columns: "the scales of a product belong to neither operand",
     in_narrow_integers: "a product of integers in torch.int8 may overflow",
     with_zero_points: "a product of integers is corrected, expected by 128, found mul",
-    corrected_by_another_number: "a product of integers is corrected, expected by 128, found mul",
-    corrected_by_another_weight: "a product of integers is corrected by the sum of another weight",
-    corrected_by_the_next_column: "a product of integers is corrected by the sum of another weight",
+    functools.partial(unsigned, shift=127): "a product of integers is corrected, expected by 128, found mul",
+    functools.partial(unsigned, weight=lambda codes: codes.roll(1, 0)): ANOTHER_WEIGHT,
+    functools.partial(unsigned, weight=lambda codes: torch.cat((codes[1:], codes[:1]))): ANOTHER_WEIGHT,
     corrected_by_a_column: "expected 128 times the sum of a weight, found",
-    corrected_in_8_bits: "integers of 8 bits are computed with, which may overflow",
+    functools.partial(unsigned, dtype=torch.int8): "integers of 8 bits are computed with, which may overflow",
 }
 
 
@@ -270,7 +231,7 @@ class NextScale(Quantised):
     """Values of a token are multiplied by the scale of the next one, keys by its own."""
 
     def keys(self, latent, k_rope):
-        codes, scales = tokens(latent)
+        codes, scales = quantised.tokens(latent)
         weight = self.kv_b_codes.to(latent.dtype)
         expanded, other = (
             (linear(codes, weight) * by * self.kv_b_scales).view(B, T, N, D + DV).transpose(1, 2)
@@ -286,33 +247,30 @@ def test_keys_and_values_of_different_latents(kind):
     assert [miss.reason.partition(":")[0] for miss in report.misses] == ["kv_cache is not one tensor"]
 
 
-def test_keys_and_values_are_rounded_to_a_third_dtype():
-    """Attention in bfloat16 over latents in float32 rounds once, but not to float16 before."""
-    layer = in_dtype(Quantised(lambda x, w: in_float32(x, w).half().to(x.dtype), by_rows, "kv_b"), torch.bfloat16)
+def reasons_in(dtype, multiply):
+    """Why a layer in this dtype does not fuse."""
     *given, position = inputs()
-    given = [value.to(torch.bfloat16) for value in given]
-    torch.compile(layer, backend="mla", options={"target": "reference"})(*given, position)
+    layer = in_dtype(Quantised(multiply, by_rows, "kv_b"), dtype)
+    Rewritten(layer)(*(value.to(dtype) for value in given), position)
     report = mla_fx.last_report()
     assert report.fused == {}
-    assert [miss.reason for miss in report.misses] == [
-        "the program rounds to torch.float16, the operator only to torch.float32"
-    ]
+    return [miss.reason for miss in report.misses]
+
+
+def test_keys_and_values_are_rounded_to_a_third_dtype():
+    """Attention in bfloat16 over latents in float32 rounds once, but not to float16 before."""
+    because = "the program rounds to torch.float16, the operator only to torch.float32"
+    assert reasons_in(torch.bfloat16, lambda x, w: quantised.in_float32(x, w).half().to(x.dtype)) == [because]
 
 
 def test_codes_in_float16_may_leave_its_range():
-    layer = in_dtype(Quantised(scaled_behind, by_rows, "kv_b"), torch.float16)
-    *given, position = inputs()
-    torch.compile(layer, backend="mla", options={"target": "reference"})(*(value.half() for value in given), position)
-    report = mla_fx.last_report()
-    assert report.fused == {}
-    assert [miss.reason for miss in report.misses] == [
-        "codes are multiplied in torch.float16, whose range they may leave"
-    ]
+    because = "codes are multiplied in torch.float16, whose range they may leave"
+    assert reasons_in(torch.float16, quantised.scaled_behind) == [because]
 
 
 def test_a_written_weight_takes_effect():
     """Codes, scales and zero points count from the next call on."""
-    layer = Quantised(of_groups, by_groups, "kv_b")
+    layer = Quantised(quantised.of_groups, quantised.by_groups, "kv_b")
     compiled = torch.compile(layer, backend="mla")
     for part in ("codes", "scales", "zeros", "codes"):
         getattr(layer, f"kv_b_{part}").copy_(getattr(layer, f"kv_b_{part}").flip(0))

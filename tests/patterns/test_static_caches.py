@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from lib.comparing import compiled
+from lib.comparing import Stack
+from lib.layers import Rewritten, variant
 from torch import nn
 
 import mla_fx
@@ -74,7 +75,7 @@ class OneScale(Layer):
 
 
 def with_codes(name, codes):
-    return type(name, (OneScale,), {"codes": codes})
+    return variant(name, OneScale, codes=codes)
 
 
 InOneDimension = with_codes("InOneDimension", lambda my, x: coded(x, my.in_one))
@@ -110,11 +111,11 @@ class Channels(OneScale):
         return self.dequantised(self.kr_codes, self.of_keys)
 
 
-class HuggingFace(Channels):
-    """The normalised value is rounded before it is weighted."""
-
-    def weighted(self, wide, gamma):
-        return gamma * wide.to(gamma.dtype)
+# The normalised value is rounded before it is weighted.
+HuggingFace = variant("HuggingFace", Channels, weighted=lambda my, wide, gamma: gamma * wide.to(gamma.dtype))
+Unrotated = variant("Unrotated", Channels, rotate_key=lambda my, x, *tables: x)
+# The rotation rounds more than the operator does, and stays as it is.
+RotationIn16Bits = variant("RotationIn16Bits", Channels, rotate=lambda my, *given: Layer.rotate(my, *given))
 
 
 class Unrounded(Channels):
@@ -129,18 +130,6 @@ class Unrounded(Channels):
 
     def rotate_key(self, x, cos, sin):
         return super().rotate(x.float(), cos, sin)
-
-
-class Unrotated(Channels):
-    def rotate_key(self, x, cos, sin):
-        return x
-
-
-class RotationIn16Bits(Channels):
-    """The rotation rounds more than the operator does, and stays as it is."""
-
-    def rotate(self, x, cos, sin):
-        return Layer.rotate(self, x, cos, sin)
 
 
 class OnlyKeysRounded(Unrounded):
@@ -182,7 +171,7 @@ def caches_of(layer):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_key_side_writes_the_programs_codes(kind, dtype):
     ours, theirs = kind(dtype), kind(dtype)
-    fused = compiled(ours)
+    fused = Rewritten(ours)
     for arguments in steps(dtype):
         torch.testing.assert_close(fused(*arguments), theirs(*arguments), **CLOSE[dtype])
         mine, others = caches_of(ours), caches_of(theirs)
@@ -201,31 +190,21 @@ def test_a_single_token(rows):
     _, *rest = next(steps(torch.bfloat16))
     x = torch.randn(B, rows, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
     arguments = (x, *(part[-rows:] for part in rest))
-    torch.testing.assert_close(compiled(ours)(*arguments), theirs(*arguments), **CLOSE[torch.bfloat16])
+    torch.testing.assert_close(Rewritten(ours)(*arguments), theirs(*arguments), **CLOSE[torch.bfloat16])
     assert torch.equal(ours.kv_codes, theirs.kv_codes)
     assert torch.equal(ours.kr_codes, theirs.kr_codes)
     assert mla_fx.last_report().fused == ONE_EACH
 
 
-class TwoLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Unrounded(torch.bfloat16), Unrounded(torch.bfloat16)
-
-    def forward(self, x, *rest):
-        x = x + self.first(x, *rest)
-        return x + self.second(x, *rest)
-
-
 @pytest.mark.slow
 def test_equal_layers_fuse_alike_and_agree_in_float64():
     """The second layer's tokens come from a fused attention, so its codes may differ."""
-    ours, theirs = TwoLayers(), TwoLayers()
-    fused = compiled(ours, verify="always")
+    ours, theirs = (Stack(*(Unrounded(torch.bfloat16) for _ in range(2))) for _ in range(2))
+    fused = torch.compile(ours, backend="mla", options={"target": "reference", "verify": "always"})
     for arguments in steps(torch.bfloat16):
         torch.testing.assert_close(fused(*arguments), theirs(*arguments), **CLOSE[torch.bfloat16])
-    assert torch.equal(ours.first.kv_codes, theirs.first.kv_codes)
-    assert torch.equal(ours.first.kr_codes, theirs.first.kr_codes)
+    assert torch.equal(ours.layers[0].kv_codes, theirs.layers[0].kv_codes)
+    assert torch.equal(ours.layers[0].kr_codes, theirs.layers[0].kr_codes)
     assert mla_fx.last_report().fused == dict.fromkeys(ONE_EACH, 2)
 
 
@@ -249,18 +228,19 @@ ProductIn16Bits = with_codes("ProductIn16Bits", lambda my, x: int8((x * my.one).
 RoundedProduct = with_codes("RoundedProduct", lambda my, x: int8((x.float() * my.one).to(x.dtype).round()))
 
 
-class OldCodes(OneScale):
-    def stored(self, latent, position):
-        old = self.dequantised(self.kv_codes, self.one)
-        super().stored(latent, position)
-        return old
+def old(name, kind, method, read):
+    """Attention reads a cache as it is before the write."""
+
+    def stored(self, rows, position):
+        before = read(self)
+        getattr(kind, method)(self, rows, position)
+        return before
+
+    return variant(name, kind, **{method: stored})
 
 
-class OldKeys(Channels):
-    def stored_key(self, k_rope, position):
-        old = self.dequantised(self.kr_codes, self.of_keys)
-        super().stored_key(k_rope, position)
-        return old
+OldCodes = old("OldCodes", OneScale, "stored", lambda my: my.dequantised(my.kv_codes, my.one))
+OldKeys = old("OldKeys", Channels, "stored_key", lambda my: my.dequantised(my.kr_codes, my.of_keys))
 
 
 class CachedScales(OneScale):
@@ -284,16 +264,10 @@ class TruncatedKeys(Channels):
         return self.dequantised(self.kr_codes, self.of_keys)
 
 
-class OtherPosition(Channels):
-    def stored_key(self, k_rope, position):
-        return super().stored_key(k_rope, position - 1)
-
-
-class NormIn16Bits(OneScale):
-    def norm(self, x, gamma):
-        return Layer.norm(self, x, gamma)
-
-
+OtherPosition = variant(
+    "OtherPosition", Channels, stored_key=lambda my, k_rope, position: Channels.stored_key(my, k_rope, position - 1)
+)
+NormIn16Bits = variant("NormIn16Bits", OneScale, norm=lambda my, x, gamma: Layer.norm(my, x, gamma))
 WHOLE = "expected codes rounded to the nearest whole number, found mul"
 ZERO_POINT = "the codes have a zero point, expected none"
 WRAPS = "codes from -inf to inf are cast to integers and not clamped before, so {:.6g} wraps"
@@ -337,7 +311,7 @@ TWINS += [(kind, torch.bfloat16, because) for kind, because in REASONS_IN_16_BIT
 @pytest.mark.parametrize(("kind", "dtype", "because"), TWINS)
 def test_a_near_twin_keeps_its_codes(kind, dtype, because):
     ours, theirs = kind(dtype), kind(dtype)
-    fused = compiled(ours)
+    fused = Rewritten(ours)
     for arguments in steps(dtype):
         torch.testing.assert_close(fused(*arguments), theirs(*arguments), **CLOSE[dtype])
         for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
@@ -353,7 +327,7 @@ def test_a_near_twin_keeps_its_codes(kind, dtype, because):
 def test_the_vendors_codes_are_taken_on_request(kind):
     dtype = torch.float32 if kind in REASONS else torch.bfloat16
     ours, theirs = kind(dtype), kind(dtype)
-    fused = compiled(ours, quant="vendor")
+    fused = Rewritten(ours, quant="vendor")
     for arguments in steps(dtype, 1):
         torch.testing.assert_close(fused(*arguments), theirs(*arguments), rtol=0.1, atol=0.1)
     report = mla_fx.last_report()

@@ -6,18 +6,9 @@ import copy
 
 import pytest
 import torch
-from lib.tiled_prologs import (
-    BF16,
-    CACHES,
-    F32,
-    HCQ,
-    SLOTS,
-    Tiled,
-    by_a_true_quotient,
-    given,
-    largest,
-    quantised,
-)
+from lib.comparing import Stack
+from lib.layers import Rewritten
+from lib.tiled_prologs import BF16, CACHES, F32, HCQ, SLOTS, Tiled, by_a_true_quotient, given, largest, quantised
 
 import mla_fx
 
@@ -32,11 +23,12 @@ def fused(layer, *inputs, **options):
     unless the vendor's codes are asked for."""
     theirs = copy.deepcopy(layer)
     wanted = theirs(*inputs)
-    found = torch.compile(layer, backend="mla", options={"target": "reference", **options})(*inputs)
+    run = Rewritten(layer, **options)
+    found = run(*inputs)
     assert (found - wanted).norm() <= (2e-2 if found.dtype == BF16 else 1e-5) * wanted.norm()
     for name in CACHES if options.get("quant") != "vendor" else ():
         assert torch.equal(getattr(layer, name), getattr(theirs, name)), name
-    return mla_fx.last_report()
+    return run.report
 
 
 def reasons(report):
@@ -95,12 +87,28 @@ def test_one_prolog(kind, dtype):
     assert report.fused == BOTH and not report.misses and not report.notes, str(report)
 
 
-class UsualNorm(Tiled):
-    """In bfloat16, the last bit of a float32 is rounded away."""
+def normed(name, norm):
+    """The norm is a function of the value, the same in float32 and gamma."""
+    return type(name, (Tiled,), {"norm": lambda my, x, gamma: norm(x, x.float(), gamma)})
+
+
+def mean(x):
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+# In bfloat16, the last bit of a float32 is rounded away.
+UsualNorm = normed("UsualNorm", lambda x, wide, g: (g.float() * (wide * torch.rsqrt(mean(wide) + 1e-6))).to(x.dtype))
+# As Hugging Face's.
+RoundedTwice = normed("RoundedTwice", lambda x, wide, g: g * (wide * torch.rsqrt(mean(wide) + 1e-6)).to(x.dtype))
+DividedNorm = normed("DividedNorm", lambda x, wide, g: (g.float() * (wide / (mean(wide) + 1e-6).sqrt())).to(x.dtype))
+
+
+class Narrow(Tiled):
+    """The statistic of the norm is rounded to the dtype of the model."""
 
     def norm(self, x, gamma):
-        wide = x.float()
-        return (gamma.float() * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+        mean = (x * x).mean(-1, keepdim=True).float()
+        return (gamma.float() * (x.float() * torch.rsqrt(mean + 1e-6))).to(x.dtype)
 
 
 def test_a_norm_that_is_rounded():
@@ -115,14 +123,8 @@ def test_slots_that_count_from_the_end():
 @pytest.mark.slow
 def test_layers_that_are_nearly_alike():
     kinds = Tiled, ScalesOneSlotLater, divided, Tiled, Pages, Pages
-    layers = [layer_of(kind, BF16) for kind in kinds]
-
-    def stack(x, *rest):
-        for layer in layers:
-            x = x + layer(x, *rest)
-        return x
-
-    torch.compile(stack, backend="mla", options={"target": "reference"})(*given(BF16))
+    layers = Stack(*(layer_of(kind, BF16) for kind in kinds))
+    torch.compile(layers, backend="mla", options={"target": "reference"})(*given(BF16))
     report = mla_fx.last_report()
     assert report.fused == {PROLOG: 4, ATTENTION: 6}, str(report)
     assert reasons(report) == [TWINS[ScalesOneSlotLater], f"{FACTOR}; {SCALE}; {ON_REQUEST}"]
@@ -167,28 +169,6 @@ class Unrounded(Tiled):
 
     def norm(self, x, gamma):
         return super().norm(x.float() if gamma is self.kv_gamma else x, gamma)
-
-
-class RoundedTwice(Tiled):
-    """Hugging Face."""
-
-    def norm(self, x, gamma):
-        wide = x.float()
-        return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-class DividedNorm(Tiled):
-    def norm(self, x, gamma):
-        wide = x.float()
-        return (gamma.float() * (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt())).to(x.dtype)
-
-
-class Narrow(Tiled):
-    """The statistic of the norm is rounded to the dtype of the model."""
-
-    def norm(self, x, gamma):
-        mean = (x * x).mean(-1, keepdim=True).float()
-        return (gamma.float() * (x.float() * torch.rsqrt(mean + 1e-6))).to(x.dtype)
 
 
 DIFFERENCES = {

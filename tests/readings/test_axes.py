@@ -2,25 +2,8 @@
 
 import sympy
 
-from mla_fx.readings.axes import (
-    Axis,
-    Digit,
-    Index,
-    axes_of,
-    combine,
-    composite,
-    digit_of,
-    digits_of,
-    fresh,
-    of_axis,
-    reshape,
-    shifted,
-    slowest_first,
-    substitute,
-    subtract,
-    whole,
-    without_digits,
-)
+from mla_fx.readings import axes
+from mla_fx.readings.axes import Axis, Digit, Index, combine, composite, of_axis, reshape, shifted, substitute, whole
 from mla_fx.readings.sizes import at_most, ratio
 
 
@@ -57,9 +40,10 @@ def test_a_digit_of_what_stands_for_an_axis():
 
 def test_cuts_part_an_axis_wherever_a_digit_begins():
     axis = Axis(24)
-    found = without_digits([*reshape([of_axis(axis)], [24], [4, 6]), *reshape([of_axis(axis)], [24], [12, 2])])
+    four, six, twelve = (reshape([of_axis(axis)], [24], [size, 24 // size]) for size in (4, 6, 12))
+    found = axes.without_digits([*four, *twelve])
     assert [digit.size for digit, _ in found[axis].terms] == [2, 3, 4][::-1]
-    assert without_digits([*reshape([of_axis(axis)], [24], [4, 6]), *reshape([of_axis(axis)], [24], [6, 4])]) is None
+    assert axes.without_digits([*four, *six]) is None
 
 
 def test_reshape_carries_an_offset_into_the_right_digits():
@@ -83,7 +67,7 @@ def test_reshape_follows_steps_that_do_not_divide_a_dimension():
 def test_reshape_of_symbolic_sizes():
     batch, tokens = sympy.symbols("b s", positive=True, integer=True)
     flat = Axis(batch * tokens)
-    rows, columns, width = reshape([of_axis(flat), fresh(6)], [batch * tokens, 6], [batch, tokens, 6])
+    rows, columns, width = reshape([of_axis(flat), axes.fresh(6)], [batch * tokens, 6], [batch, tokens, 6])
     assert [digit.size for digit, _ in (*rows.terms, *columns.terms)] == [batch, tokens]
     assert width.axis.size == 6
 
@@ -147,28 +131,28 @@ def test_an_index_that_is_more_than_an_axis_is_none():
 
 def test_digits_that_an_index_does_not_count_through():
     axis, other = Axis(4), Axis(3)
-    assert digits_of(composite([axis, other])) == (whole(axis), whole(other))
-    assert digits_of(of_axis(axis, 2)) is None
-    assert digits_of(of_axis(axis, 1, 1)) is None
+    assert axes.digits_of(composite([axis, other])) == (whole(axis), whole(other))
+    assert axes.digits_of(of_axis(axis, 2)) is None
+    assert axes.digits_of(of_axis(axis, 1, 1)) is None
     part = Index(0, ((Digit(axis, 2, 2), 1),))
-    assert digits_of(part) == (Digit(axis, 2, 2),)
-    assert axes_of(part) is None
+    assert axes.digits_of(part) == (Digit(axis, 2, 2),)
+    assert axes.axes_of(part) is None
 
 
 def test_terms_whose_order_depends_on_a_size_have_none():
     one, two = (sympy.Symbol(name, integer=True, positive=True) for name in "mn")
-    assert slowest_first([(whole(Axis(2)), one), (whole(Axis(2)), two)]) is None
-    assert slowest_first([(whole(Axis(2)), one), (whole(Axis(2)), one * two)])[0][1] == one * two
+    assert axes.slowest_first([(whole(Axis(2)), one), (whole(Axis(2)), two)]) is None
+    assert axes.slowest_first([(whole(Axis(2)), one), (whole(Axis(2)), one * two)])[0][1] == one * two
 
 
 def test_indices_cut_at_places_that_do_not_go_together_have_no_difference():
     axis = Axis(12)
     halves, thirds = (Index(0, ((Digit(axis, 1, size), 1),)) for size in (6, 4))
-    assert subtract(halves, thirds) is None
+    assert axes.subtract(halves, thirds) is None
 
 
 def test_a_digit_that_does_not_divide_its_axis_is_no_index():
-    assert digit_of(of_axis(Axis(2), 3), Digit(Axis(7), 1, 3)) is None
+    assert axes.digit_of(of_axis(Axis(2), 3), Digit(Axis(7), 1, 3)) is None
 
 
 def test_nothing_is_known_of_a_size_without_bounds():

@@ -154,6 +154,7 @@ def test_some_columns_of_an_update_are_read(name):
         cache_update(resolve(traced.out, (*whole[:-1], shifted(fresh(5), 2))))
 
 
+ONE_CAT = "expected one cat of the old and the new rows"
 BROADCAST = "the rows written are broadcast into the cache"
 PART = "only some of the rows are scattered into the cache"
 UNCOUNTED = "the cache is written at sequences that are not 0, 1, 2, ..."
@@ -194,7 +195,8 @@ NO_UPDATES = {
         "the cache is written in steps of 2, expected consecutive rows",
         lambda cache, r: written(cache, (slice(None), slice(None), slice(0, 5, 2)), r),
     ),
-    "three pieces": ("expected one cat of the old and the new rows", lambda cache, r: torch.cat([cache, r, r], 2)),
+    "three pieces": (ONE_CAT, lambda cache, r: torch.cat([cache, r, r], 2)),
+    "columns beside the old ones": (ONE_CAT, lambda cache, r: torch.cat([cache, r[:, :, :1].expand_as(cache)], -1)),
     "added": ("the cache is added to", lambda cache, r: cache.index_put((SLOTS[1:2],), r[:1, :, :1], accumulate=True)),
     "a sum": ("expected a cache that is written, found add", lambda cache, r: cache + r[:, :, :1]),
 }
@@ -236,24 +238,6 @@ def test_a_symbol_may_be_negative(position):
 
 
 ALL = slice(None)
-NEAR = {
-    "by a boolean mask": lambda cache, r: written(cache, (ALL, ALL, torch.ones(T).bool()), cache + 1),
-    "along several dimensions": lambda cache, r: written(cache, (torch.arange(B), ALL, SLOTS[:B]), r[:, :, 0]),
-    "broadcast into the cache": lambda cache, r: written(cache, (ALL, ALL, SLOTS), r[..., :1]),
-    "in steps of 2": lambda cache, r: written(cache, (ALL, ALL, slice(0, 5, 2)), r),
-    "only some of the rows": lambda cache, r: cache.scatter(2, SLOTS.view(1, 1, S, 1).expand(B, 1, S, 4), r),
-    "to different positions": lambda cache, r: cache.scatter(2, torch.arange(D).expand(B, 1, S, D) % T, r),
-    "one cat of the old and the new rows": lambda cache, r: torch.cat([cache, r[:, :, :1].expand_as(cache)], -1),
-    "not 0, 1, 2": lambda cache, r: written(
-        cache[:, 0], (torch.arange(B)[None], SLOTS.expand(B, S)[:, :B]), r[:, 0, :B]
-    ),
-}
-
-
-@pytest.mark.parametrize("reason", NEAR)
-def test_near_twins_of_a_cache_update(reason):
-    with refused(reason):
-        read_update(NEAR[reason])
 
 
 def test_one_row_at_a_position_that_may_be_negative():

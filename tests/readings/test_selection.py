@@ -20,53 +20,12 @@ def filled(number, like):
     return torch.full_like(like, number, dtype=torch.bool)
 
 
-def hidden(scores):
-    return ~filled(True, scores).scatter(-1, chosen(scores), False)
-
-
 def shown(scores):
     return filled(False, scores).scatter_(-1, chosen(scores).int().long(), True)
 
 
-def shown_beside_a_condition(scores):
-    return (torch.arange(KEYS) <= torch.arange(QUERIES).unsqueeze(-1) + 8) & shown(scores)
-
-
-def neither_hidden(scores):
-    return ~(filled(True, scores).scatter(-1, chosen(scores), False) | (scores > 1))
-
-
-def numbers(scores):
-    return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), 0.0)
-
-
-def where_shown(scores):
-    return torch.where(shown(scores), scores, -torch.inf)
-
-
-def filled_where_hidden(scores):
-    return scores.masked_fill(~shown(scores), -torch.inf)
-
-
-def of_unsorted(scores):
-    return filled(False, scores).scatter(-1, scores.topk(CHOSEN, -1, True, False)[1], True)
-
-
-def added_to_numbers(scores):
-    return numbers(scores) + scores.sin()
-
-
-def other_numbers(scores):
-    return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), 0.5)
-
-
-def of_ones(scores):
-    indices = chosen(scores)
-    return filled(False, scores).scatter(-1, indices, torch.ones_like(indices, dtype=torch.bool))
-
-
-def of_scores(scores):
-    return torch.full_like(scores, -torch.inf).scatter(-1, chosen(scores), scores)
+def numbers(scores, number=-torch.inf, shown=0.0):
+    return torch.full_like(scores, number).scatter(-1, chosen(scores), shown)
 
 
 def of_flags(scores):
@@ -74,60 +33,26 @@ def of_flags(scores):
     return filled(False, scores).scatter(-1, found.indices, found.values > 0)
 
 
-def the_lowest(scores):
-    return torch.full_like(scores, LOWEST).scatter(-1, chosen(scores), 0.0)
-
-
-def where_lowest(scores):
-    return torch.where(shown(scores), 0.0, LOWEST)
-
-
-# How many other masks there are.
+# The mask, and how many other masks there are.
 ACCEPTED = {
-    hidden: 0,
-    shown: 0,
-    shown_beside_a_condition: 1,
-    neither_hidden: 1,
-    numbers: 0,
-    where_shown: 1,
-    filled_where_hidden: 1,
-    of_unsorted: 0,
-    added_to_numbers: 1,
-    other_numbers: 1,
-    of_ones: 0,
-    of_scores: 1,
-    of_flags: 1,
-    the_lowest: 0,
-    where_lowest: 0,
+    "hidden": (lambda s: ~filled(True, s).scatter(-1, chosen(s), False), 0),
+    "shown": (shown, 0),
+    "shown beside a condition": (
+        lambda s: (torch.arange(KEYS) <= torch.arange(QUERIES).unsqueeze(-1) + 8) & shown(s), 1,
+    ),
+    "neither hidden": (lambda s: ~(filled(True, s).scatter(-1, chosen(s), False) | (s > 1)), 1),
+    "numbers": (lambda s: numbers(s), 0),
+    "where shown": (lambda s: torch.where(shown(s), s, -torch.inf), 1),
+    "filled where hidden": (lambda s: s.masked_fill(~shown(s), -torch.inf), 1),
+    "of unsorted": (lambda s: filled(False, s).scatter(-1, s.topk(CHOSEN, -1, True, False)[1], True), 0),
+    "added to numbers": (lambda s: numbers(s) + s.sin(), 1),
+    "other numbers": (lambda s: numbers(s, shown=0.5), 1),
+    "of ones": (lambda s: filled(False, s).scatter(-1, chosen(s), torch.ones_like(chosen(s), dtype=torch.bool)), 0),
+    "of scores": (lambda s: numbers(s, shown=s), 1),
+    "of flags": (of_flags, 1),
+    "the lowest": (lambda s: numbers(s, LOWEST), 0),
+    "where lowest": (lambda s: torch.where(shown(s), 0.0, LOWEST), 0),
 }
-
-
-def the_contrary(scores):
-    return ~shown(scores)
-
-
-def or_another_condition(scores):
-    return shown(scores) | (scores > 1)
-
-
-def finite(scores):
-    return torch.full_like(scores, -1e4).scatter(-1, chosen(scores), 0.0)
-
-
-def a_condition_as_numbers(scores):
-    return torch.where(shown(scores), 0.0, -1e4)
-
-
-def where_nan(scores):
-    return torch.where(shown(scores), 0.0, torch.nan)
-
-
-def of_nan(scores):
-    return torch.full_like(scores, torch.nan).scatter(-1, chosen(scores), 0.0)
-
-
-def named_twice(scores):
-    return filled(False, scores).scatter(-1, chosen(scores) // 2, True)
 
 
 def shown_later(scores):
@@ -136,69 +61,38 @@ def shown_later(scores):
     return mask
 
 
-def of_half_the_keys(scores):
-    return filled(False, scores).scatter(-1, chosen(scores[..., : KEYS // 2]), True)
-
-
-def along_the_queries(scores):
-    return filled(False, scores).scatter(0, scores.topk(1, dim=0).indices, True)
-
-
-def of_the_first_query(scores):
-    return filled(False, scores).scatter(-1, chosen(scores)[:1], True)
-
-
-def in_another_place(scores):
-    return filled(False, scores).scatter(-1, chosen(scores), True).roll(1, -1)
-
-
-def values(scores):
-    return filled(False, scores).scatter(-1, scores.topk(CHOSEN)[0].long().clamp(0, 5), True)
-
-
 def cut_off(scores):
     """What is chosen may be behind the keys."""
     wide = torch.cat((scores, scores + 1), dim=-1)
     return filled(False, wide).scatter(-1, chosen(wide), True)[..., :KEYS]
 
 
-def of_indices_from_outside(scores):
-    return filled(False, scores).scatter(-1, scores[..., :CHOSEN].long(), True)
-
-
-def at_least_the_last(scores):
-    """Equal scores show more keys."""
-    return scores >= scores.topk(CHOSEN).values[..., -1:]
-
-
-def not_of_numbers(scores):
-    """True where there is minus infinity."""
-    return ~numbers(scores).logical_not()
-
-
-def and_numbers(scores):
-    return numbers(scores).logical_and(filled(True, scores))
-
-
+OTHERS = "does not hide the keys that were not chosen"
+NO_TOPK = "is not the indices of a top-k, so it may name a key twice"
+OTHER_THINGS = "the top-k chooses among other things than keys"
 REFUSED = {
-    the_contrary: "does not hide the keys that were not chosen",
-    or_another_condition: NONE,
-    finite: "does not hide the keys that were not chosen",
-    a_condition_as_numbers: NONE,
-    where_nan: NONE,
-    of_nan: "does not hide the keys that were not chosen",
-    named_twice: "is not the indices of a top-k, so it may name a key twice",
-    shown_later: NONE,
-    of_half_the_keys: "the top-k chooses among other things than keys",
-    along_the_queries: "does not write along the keys",
-    of_the_first_query: "writes for some of the queries",
-    in_another_place: NONE,
-    cut_off: "the top-k chooses among other things than keys",
-    of_indices_from_outside: "is not the indices of a top-k, so it may name a key twice",
-    at_least_the_last: NONE,
-    not_of_numbers: "does not hide the keys that were not chosen",
-    and_numbers: NONE,
-    values: "is not the indices of a top-k, so it may name a key twice",
+    "the contrary": (lambda s: ~shown(s), OTHERS),
+    "or another condition": (lambda s: shown(s) | (s > 1), NONE),
+    "finite": (lambda s: numbers(s, -1e4), OTHERS),
+    "a condition as numbers": (lambda s: torch.where(shown(s), 0.0, -1e4), NONE),
+    "where NaN": (lambda s: torch.where(shown(s), 0.0, torch.nan), NONE),
+    "of NaN": (lambda s: numbers(s, torch.nan), OTHERS),
+    "named twice": (lambda s: filled(False, s).scatter(-1, chosen(s) // 2, True), NO_TOPK),
+    "shown later": (shown_later, NONE),
+    "of half the keys": (lambda s: filled(False, s).scatter(-1, chosen(s[..., : KEYS // 2]), True), OTHER_THINGS),
+    "along the queries": (
+        lambda s: filled(False, s).scatter(0, s.topk(1, dim=0).indices, True), "does not write along the keys",
+    ),
+    "of the first query": (
+        lambda s: filled(False, s).scatter(-1, chosen(s)[:1], True), "writes for some of the queries",
+    ),
+    "in another place": (lambda s: filled(False, s).scatter(-1, chosen(s), True).roll(1, -1), NONE),
+    "cut off": (cut_off, OTHER_THINGS),
+    "of indices from outside": (lambda s: filled(False, s).scatter(-1, s[..., :CHOSEN].long(), True), NO_TOPK),
+    "at least the last, so equal scores show more keys": (lambda s: s >= s.topk(CHOSEN).values[..., -1:], NONE),
+    "not of numbers: true where there is minus infinity": (lambda s: ~numbers(s).logical_not(), OTHERS),
+    "and numbers": (lambda s: numbers(s).logical_and(filled(True, s)), NONE),
+    "values": (lambda s: filled(False, s).scatter(-1, s.topk(CHOSEN)[0].long().clamp(0, 5), True), NO_TOPK),
 }
 
 
@@ -209,16 +103,12 @@ def read(mask_of):
     return selection(mask, tuple(map(fresh, (1, 1, QUERIES, KEYS)))), mask
 
 
-@pytest.mark.parametrize("mask_of", ACCEPTED)
-def test_the_chosen_keys_are_read(mask_of):
+@pytest.mark.parametrize(("mask_of", "others"), ACCEPTED.values(), ids=ACCEPTED)
+def test_the_chosen_keys_are_read(mask_of, others):
     found, mask = read(mask_of)
     assert found.count == CHOSEN
     assert found.numbers.origin.args[0] in choices(mask)
-    assert len(found.masks) == ACCEPTED[mask_of]
-
-
-@pytest.mark.parametrize("mask_of", ACCEPTED)
-def test_only_chosen_keys_are_seen(mask_of):
+    assert len(found.masks) == others
     scores = torch.randn(QUERIES, KEYS)
     mask = mask_of(scores)
     is_seen = mask if mask.dtype == torch.bool else mask > LOWEST
@@ -226,13 +116,13 @@ def test_only_chosen_keys_are_seen(mask_of):
     assert not (is_seen & (is_chosen.sum(-1) >= CHOSEN)).any()
 
 
-@pytest.mark.parametrize("mask_of", [the_lowest, where_lowest])
-def test_the_lowest_number_is_known(mask_of):
-    assert read(mask_of)[0].fill == LOWEST
+@pytest.mark.parametrize("name", ["the lowest", "where lowest"])
+def test_the_lowest_number_is_known(name):
+    assert read(ACCEPTED[name][0])[0].fill == LOWEST
     assert read(shown)[0].fill == -torch.inf
 
 
-@pytest.mark.parametrize("mask_of", REFUSED)
-def test_twins_are_refused(mask_of):
-    with pytest.raises(NoMatch, match=REFUSED[mask_of]):
+@pytest.mark.parametrize(("mask_of", "because"), REFUSED.values(), ids=REFUSED)
+def test_twins_are_refused(mask_of, because):
+    with pytest.raises(NoMatch, match=because):
         read(mask_of)

@@ -27,6 +27,10 @@ def scaled(x):
     return largest(x) / 127
 
 
+def bounded_scale(x):
+    return -(-scaled(x)).clamp_min(-0.01)
+
+
 def ends(x):
     return x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
 
@@ -172,6 +176,18 @@ TWINS = {
     "a bound that none reaches": (
         "clamp has a case that no row provably reaches",
         lambda x: ((x * 127 / largest(x).clamp(max=1e38)).round(), scaled(x)),
+    ),
+    "a bound from above of negative scales": (
+        VALUES, lambda x: ((x / bounded_scale(x)).round().clamp(-128, 127).to(torch.int8), bounded_scale(x)),
+    ),
+    "another zero point": ("a zero point", lambda x: ((x / scaled(x)).round().to(torch.int8) + 1, scaled(x))),
+    "in float8": (
+        "values that round to -17 have the code -16",
+        lambda x: ((x / scaled(x)).round().to(torch.float8_e4m3fn), scaled(x)),
+    ),
+    "in half steps, clamped to what is no code": (
+        "expected codes rounded to the nearest whole number, found mul",
+        lambda x: ((2 * steps(x).round().clamp(-127, 127)).clamp(-128.5, 127.5), scaled(x) / 2),
     ),
     "a mean": (
         "the codes of tokens are not divided by a largest value",

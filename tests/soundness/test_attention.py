@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.layers import FUSED, QUIET, Absorbed, Complex, Layer, Sizes, arguments, check
+from lib.layers import FUSED, QUIET, Absorbed, Complex, Layer, Sizes, arguments, check, variant
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -109,16 +109,13 @@ def test_order_of_reading_does_not_matter(reads):
 SQUARE = Sizes(batch=3, tokens=3)
 
 
-class ProbabilitiesExchanged(Layer):
-    """Batch and tokens of the probabilities are swapped before the product."""
-
-    def combine(self, scores, value):
-        return scores.softmax(-1).transpose(0, 2) @ value
+def exchanged(name, method, dims=(0, 2)):
+    """Two axes of what a method returns are swapped."""
+    return variant(name, **{method: lambda my, *given: getattr(Layer, method)(my, *given).transpose(*dims)})
 
 
-class QueryExchanged(Layer):
-    def query(self, x):
-        return super().query(x).transpose(0, 2)
+def by_probabilities(name, *dims):
+    return variant(name, combine=lambda my, scores, value: scores.softmax(-1).transpose(*dims) @ value)
 
 
 class QueryRopeExchanged(Layer):
@@ -134,16 +131,9 @@ class LatentExchanged(Layer):
 
 
 class KeyExchanged(Layer):
-    """Batch and tokens of the rotary key are swapped when it is written."""
-
     def rows(self, x):
         latent, k_rope = super().rows(x)
         return latent, k_rope.transpose(0, 2)
-
-
-class RotaryKeyExchanged(Layer):
-    def rotate_key(self, x, *tables):
-        return super().rotate_key(x, *tables).transpose(0, 2)
 
 
 class BothExchanged(Layer):
@@ -158,16 +148,11 @@ class KeyTurnedBySequence(Layer):
         return super().rotate_key(x, cos[:, None, None], sin[:, None, None])
 
 
-class MaskedBySequence(Layer):
-    def mask(self, position):
-        return super().mask(position)[:, None, None]
-
-
-class ResultExchanged(Layer):
-    def combine(self, scores, value):
-        return super().combine(scores, value).transpose(0, 2)
-
-
+ProbabilitiesExchanged = by_probabilities("ProbabilitiesExchanged", 0, 2)
+QueryExchanged = exchanged("QueryExchanged", "query")
+RotaryKeyExchanged = exchanged("RotaryKeyExchanged", "rotate_key")
+ResultExchanged = exchanged("ResultExchanged", "combine")
+MaskedBySequence = variant("MaskedBySequence", mask=lambda my, position: Layer.mask(my, position)[:, None, None])
 EXCHANGED = [
     *(ProbabilitiesExchanged, QueryExchanged, QueryRopeExchanged, LatentExchanged, KeyExchanged, RotaryKeyExchanged),
     *(BothExchanged, KeyTurnedBySequence, MaskedBySequence, ResultExchanged),
@@ -179,14 +164,8 @@ def test_batch_and_tokens_exchanged(kind, outcome):
     outcome(check(kind(SQUARE)))
 
 
-class HeadsAsTokens(Layer):
-    def query(self, x):
-        return super().query(x).transpose(1, 2)
-
-
-class ProbabilitiesOfHeads(Layer):
-    def combine(self, scores, value):
-        return scores.softmax(-1).transpose(1, 2) @ value
+HeadsAsTokens = exchanged("HeadsAsTokens", "query", (1, 2))
+ProbabilitiesOfHeads = by_probabilities("ProbabilitiesOfHeads", 1, 2)
 
 
 @pytest.mark.parametrize("kind", [HeadsAsTokens, ProbabilitiesOfHeads])
@@ -194,16 +173,8 @@ def test_heads_and_tokens_exchanged(kind, outcome):
     outcome(check(kind(Sizes(tokens=4, heads=4))))
 
 
-class ScoresTurned(Layer):
-    """Tokens and context are swapped in the scores, which are then not a product of queries with all keys."""
-
-    def scores(self, query, key):
-        return super().scores(query, key).transpose(-1, -2)
-
-
-class SummedOverTokens(Layer):
-    def combine(self, scores, value):
-        return scores.softmax(-1).transpose(-1, -2) @ value
+ScoresTurned = exchanged("ScoresTurned", "scores", (-1, -2))  # no product of queries with all keys
+SummedOverTokens = by_probabilities("SummedOverTokens", -1, -2)
 
 
 class SoftmaxOverTokens(Layer):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.layers import FUSED, QUIET, Layer, Sizes, arguments, check
+from lib.layers import FUSED, QUIET, Layer, Sizes, arguments, check, variant
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 ATTENTION = "latent_attention"
@@ -140,23 +140,20 @@ class AddedTo(Layer):
         return kv_cache, kr_cache
 
 
-class HalfTheRows(Layer):
-    """Only some of the new rows are kept."""
+def stored(name, change):
+    """Other rows are stored."""
 
     def store(self, latent, k_rope, position, *caches):
-        return super().store(latent[:, :, 1:], k_rope[:, :, 1:], position[1:], *caches)
+        return Layer.store(self, *change(latent, k_rope, position), *caches)
+
+    return variant(name, store=store)
 
 
-class Turned(Layer):
-    """Rows are written in reverse."""
-
-    def store(self, latent, k_rope, position, *caches):
-        return super().store(latent, k_rope.flip(2), position, *caches)
-
-
-class ScaledRows(Layer):
-    def store(self, latent, k_rope, position, *caches):
-        return super().store(-latent, 1.5 * k_rope, position, *caches)
+Turned = stored("Turned", lambda latent, k_rope, position: (latent, k_rope.flip(2), position))
+ScaledRows = stored("ScaledRows", lambda latent, k_rope, position: (-latent, 1.5 * k_rope, position))
+HalfTheRows = stored(
+    "HalfTheRows", lambda latent, k_rope, position: (latent[:, :, 1:], k_rope[:, :, 1:], position[1:])
+)
 
 
 class ScaledContext(Layer):
@@ -175,57 +172,44 @@ def test_other_rows(kind, outcome):
 # --- the old cache, and copies of it ---------------------------------------------------------------------------------
 
 
-class CopiedBack(Layer):
+class CopiedBackReadBefore(Layer):
     """Caches are cloned, the clones written, and copied back."""
 
     def store(self, latent, k_rope, position, *caches):
         written = super().store(latent, k_rope, position, *(cache.clone() for cache in caches))
-        for cache, new in zip(caches, written, strict=True):
-            cache.copy_(new)
+        self.copy_back(*caches, *written)
         return self.read(caches, written)
 
-    def read(self, caches, written):
-        return caches
+    def copy_back(self, kv_cache, kr_cache, latents, keys):
+        kv_cache.copy_(latents)
+        kr_cache.copy_(keys)
 
-
-class CopiedBackReadBefore(CopiedBack):
     def read(self, caches, written):
         return written
 
 
-class NotCopiedBack(CopiedBack):
-    """The caches that were passed stay unchanged."""
-
-    def store(self, latent, k_rope, position, *caches):
-        return Layer.store(self, latent, k_rope, position, *(cache.clone() for cache in caches))
-
-
-class HalfCopiedBack(CopiedBack):
-    def store(self, latent, k_rope, position, kv_cache, kr_cache):
-        written = Layer.store(self, latent, k_rope, position, kv_cache.clone(), kr_cache.clone())
-        kv_cache.copy_(written[0])
-        kr_cache[:, :, :8].copy_(written[1][:, :, :8])
-        return written
+class HalfCopiedBack(CopiedBackReadBefore):
+    def copy_back(self, kv_cache, kr_cache, latents, keys):
+        kv_cache.copy_(latents)
+        kr_cache[:, :, :8].copy_(keys[:, :, :8])
 
 
-class CopiedAcross(Layer):
+class CopiedAcross(CopiedBackReadBefore):
     """Each half of the cache is copied back into the other."""
 
-    def store(self, latent, k_rope, position, kv_cache, kr_cache):
-        written = Layer.store(self, latent, k_rope, position, kv_cache.clone(), kr_cache.clone())
-        kv_cache.copy_(written[0].roll(8, 2))
-        kr_cache.copy_(written[1].flip(0))
-        return written
+    def copy_back(self, kv_cache, kr_cache, latents, keys):
+        kv_cache.copy_(latents.roll(8, 2))
+        kr_cache.copy_(keys.flip(0))
 
 
-class CopiedScaled(CopiedBack):
-    def store(self, latent, k_rope, position, *caches):
-        written = Layer.store(self, latent, k_rope, position, *(cache.clone() for cache in caches))
-        for cache, new in zip(caches, written, strict=True):
-            cache.copy_(new * -2)
-        return written
+class CopiedScaled(CopiedBackReadBefore):
+    def copy_back(self, kv_cache, kr_cache, latents, keys):
+        kv_cache.copy_(latents * -2)
+        kr_cache.copy_(keys * -2)
 
 
+CopiedBack = variant("CopiedBack", CopiedBackReadBefore, read=lambda my, caches, _: caches)
+NotCopiedBack = variant("NotCopiedBack", CopiedBackReadBefore, copy_back=lambda *_: None)  # caches stay unchanged
 COPIES = [CopiedBack, CopiedBackReadBefore, NotCopiedBack, HalfCopiedBack, CopiedAcross, CopiedScaled]
 
 

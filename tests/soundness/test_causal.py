@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lib.layers import CLOSE, FUSED, QUIET, Absorbed, Layer, Sizes, arguments, check, check_no_further, in_type
+from lib.layers import CLOSE, FUSED, QUIET, Absorbed, Layer, Sizes, arguments, check, check_no_further, in_type, variant
 
 import mla_fx
 
@@ -200,25 +200,21 @@ class GroupedKeys(CausalKeys):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-class GroupedMasked(GroupedKeys):
-    def grouped(self, query, key, value, mask):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+def grouped(name, repeated=None):
+    """Keys and values as `repeated` has them, or one for two query heads."""
+
+    def attend(self, query, key, value, mask):
+        if repeated is not None:
+            key, value = repeated(key), repeated(value)
+        given = {"attn_mask": mask} if name == "GroupedMasked" else {"is_causal": True}
+        return F.scaled_dot_product_attention(query, key, value, **given, enable_gqa=repeated is None)
+
+    return variant(name, GroupedKeys, grouped=attend)
 
 
-class GroupedRepeated(GroupedKeys):
-    def grouped(self, query, key, value, mask):
-        key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-class GroupedInTurn(GroupedKeys):
-    """Query heads 0 and 2 share a key."""
-
-    def grouped(self, query, key, value, mask):
-        key, value = (x.repeat(1, 2, 1, 1) for x in (key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
+GroupedMasked = grouped("GroupedMasked")
+GroupedRepeated = grouped("GroupedRepeated", lambda x: x.repeat_interleave(2, dim=1))
+GroupedInTurn = grouped("GroupedInTurn", lambda x: x.repeat(1, 2, 1, 1))  # query heads 0 and 2 share a key
 GROUPED = [GroupedKeys, GroupedMasked, GroupedRepeated, GroupedInTurn]
 
 

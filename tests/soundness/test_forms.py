@@ -52,14 +52,12 @@ def of_sequences(scores):
     return torch.arange(1.0, 1 + scores.shape[0], dtype=scores.dtype).view(-1, 1, 1, 1)
 
 
-FUSED_SINKS = {
+FUSED_SINKS = {  # the readings' tests have more spellings
     "last": lambda m, s, v: m.beside(s).softmax(-1)[..., :-1] @ v,
-    "first": lambda m, s, v: torch.cat((m.column(s), s), -1).softmax(-1)[..., 1:] @ v,
     "less the largest": lambda m, s, v: less_the_largest(m.beside(s)).softmax(-1)[..., :-1] @ v,
     "one for all": lambda m, s, v: m.beside(s, m.sinks[:1]).softmax(-1)[..., :-1] @ v,
-    "a number": lambda m, s, v: m.beside(s, number(1.5)).softmax(-1)[..., :-1] @ v,
-    "nothing": lambda m, s, v: m.beside(s, number(-torch.inf)).softmax(-1)[..., :-1] @ v,
     "zero": lambda m, s, v: F.pad(s, (0, 1)).softmax(-1)[..., :-1] @ v,
+    "nothing": lambda m, s, v: m.beside(s, number(-torch.inf)).softmax(-1)[..., :-1] @ v,
     "doubled": lambda m, s, v: (m.beside(s) * 2).softmax(-1)[..., :-1] @ v,
     "computed": lambda m, s, v: m.beside(s, m.sinks.exp().view(-1, 1, 1)).softmax(-1)[..., :-1] @ v,
     "tripled": lambda m, s, v: m.beside(s).softmax(-1)[..., :-1] @ v * 3,
@@ -119,6 +117,10 @@ def test_sink_in_the_type_of_the_model(dtype):
     assert check_no_further(module, in_type(arguments(), dtype)).fused.get(ATTENTION)
 
 
+def of_the_column(value):
+    return F.pad(value, (16, 0))
+
+
 NO_NUMBER = (
     "the softmax has one column beside the keys of the context, and its score is no attention sink, one number per head"
 )
@@ -126,27 +128,19 @@ OTHERS = {
     "of the scores": (lambda m, s, v: m.beside(s, s[..., :1].exp()).softmax(-1)[..., :-1] @ v, NO_NUMBER),
     "of tokens": (lambda m, s, v: m.beside(s, of_tokens(s)).softmax(-1)[..., :-1] @ v, NO_NUMBER),
     "of sequences": (lambda m, s, v: m.beside(s, of_sequences(s)).softmax(-1)[..., :-1] @ v, NO_NUMBER),
-    "masked": (
-        lambda m, s, v: (m.beside(s) + F.pad(of_tokens(s), (16, 0))).softmax(-1)[..., :-1] @ v,
-        NO_NUMBER,
-    ),
+    "masked": (lambda m, s, v: (m.beside(s) + of_the_column(of_tokens(s))).softmax(-1)[..., :-1] @ v, NO_NUMBER),
     "filled": (
         lambda m, s, v: (
-            m.beside(s).masked_fill(F.pad(of_tokens(s) == 2, (16, 0)), -torch.inf).softmax(-1)[..., :-1] @ v
+            m.beside(s).masked_fill(of_the_column(of_tokens(s) == 2), -torch.inf).softmax(-1)[..., :-1] @ v
         ),
         NO_NUMBER,
     ),
-    "two": (lambda m, s, v: m.beside(m.beside(s)).softmax(-1)[..., :-2] @ v, "only some of the softmax's"),
     "every other key": (lambda m, s, v: s.softmax(-1)[..., ::2] @ v[:, :, ::2], "only some of the softmax's"),
     "with a value": (
         lambda m, s, v: m.beside(s).softmax(-1) @ torch.cat((v, v[:, :, :1] + 1), 2),
         "go through cat before",
     ),
     "in the place of a key": (lambda m, s, v: m.beside(s).softmax(-1)[..., 1:] @ v, "go through cat before"),
-    "sum of others": (
-        lambda m, s, v: (lambda e: e[..., :-1] / e[..., :-1].sum(-1, True))((m.beside(s) - s.amax(-1, True)).exp()) @ v,
-        "only some of the exponentials of a row are summed",
-    ),
 }
 
 
@@ -154,9 +148,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_near_twin_of_a_sink(name):
     twin, reason = OTHERS[name]
-    report = check(Sink(twin))
-    assert not report.fused, str(report)
-    assert any(part in miss.reason for part in reason.split("|") for miss in report.misses), str(report)
+    check_left(Sink(twin), reason)
 
 
 # --- no rotary part --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from lib.layers import FUSED, QUIET, Complex, Layer, Sizes, arguments, arguments_of, check
+from lib.layers import FUSED, QUIET, Complex, Layer, Sizes, arguments, arguments_of, check, variant
 from torch import nn
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -76,26 +76,13 @@ class SharedByLayers(Layer):
         return super().forward(x, tables, position, [cache[1] for cache in caches])
 
 
-class ReadFarther(Layer):
-    """The last 32 rows of 16: all of them."""
-
-    def store(self, *given):
-        return tuple(cache[:, :, -32:] for cache in super().store(*given))
+def read_to(name, rows):
+    return variant(name, store=lambda my, *given: tuple(cache[:, :, rows] for cache in Layer.store(my, *given)))
 
 
-class ReadPastTheEnd(Layer):
-    def store(self, *given):
-        return tuple(cache[:, :, :99] for cache in super().store(*given))
-
-
-class NoScale(Layer):
-    def scores(self, query, key):
-        return super().scores(query, key) * 0.0
-
-
-class NoScaleOfKeys(Layer):
-    def rotate_key(self, x, *tables):
-        return super().rotate_key(x, *tables) * 0.0
+ReadFarther, ReadPastTheEnd = read_to("ReadFarther", slice(-32, None)), read_to("ReadPastTheEnd", slice(99))  # of 16
+NoScale = variant("NoScale", scores=lambda my, query, key: Layer.scores(my, query, key) * 0.0)
+NoScaleOfKeys = variant("NoScaleOfKeys", rotate_key=lambda my, *given: Layer.rotate_key(my, *given) * 0.0)
 
 
 class Conjugated(Complex):
@@ -151,9 +138,7 @@ class Combined(Layer):
         part.index_copy_(2, position, rows)
 
 
-class CombinedSlices(Combined):
-    def write(self, part, rows, position):
-        part[:, :, 4:7] = rows
+CombinedSlices = variant("CombinedSlices", Combined, write=lambda my, part, rows, _: part[:, :, 4:7].copy_(rows))
 
 
 class CombinedPut(Combined):
@@ -233,20 +218,16 @@ class DoubledMask(Doubled):
         return self.doubled(super().mask(position) + torch.arange(self.sizes.context, dtype=self.o.dtype).cos())
 
 
-class DoubledScores(Doubled):
-    def scores(self, query, key):
-        return self.doubled(super().scores(query, key))
+DoubledScores = variant(
+    "DoubledScores", Doubled, scores=lambda my, query, key: my.doubled(Layer.scores(my, query, key))
+)
+DoubledKey = variant("DoubledKey", Doubled, rotate_key=lambda my, *given: my.doubled(Layer.rotate_key(my, *given)))
 
 
 class DoubledLatent(Doubled):
     def rows(self, x):
         latent, k_rope = super().rows(x)
         return self.doubled(latent), k_rope
-
-
-class DoubledKey(Doubled):
-    def rotate_key(self, x, *tables):
-        return self.doubled(super().rotate_key(x, *tables))
 
 
 class Squared(DoubledMask):

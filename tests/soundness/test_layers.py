@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.layers import QUIET, Layer, Reporting, Sizes, arguments_of, check, check_no_further, in_type
+from lib.layers import QUIET, Layer, Reporting, Sizes, arguments_of, check, check_no_further, in_type, variant
 from torch import nn
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -21,9 +21,8 @@ class ComputedQuery(Layer):
         return q.unflatten(-1, (z.heads, z.query)).transpose(1, 2)
 
 
-class ScaledStates(Layer):
-    def query(self, x):
-        return super().query(x * torch.tensor(1.5, dtype=torch.float64))
+ScaledStates = variant("ScaledStates", query=lambda my, x: Layer.query(my, x * torch.tensor(1.5, dtype=torch.float64)))
+KeyAsItIs = variant("KeyAsItIs", rotate_key=lambda my, x, *tables: x)
 
 
 class CrossedQuery(Layer):
@@ -52,11 +51,6 @@ class CrossedRows(Layer):
     def rows(self, x):
         k_rope, latent = (x @ self.kv_a.T).split([self.sizes.rope, self.sizes.rank], dim=-1)
         return self.norm(latent, self.kv_gamma).unsqueeze(1), k_rope.unsqueeze(1)
-
-
-class KeyAsItIs(Layer):
-    def rotate_key(self, x, *tables):
-        return x
 
 
 class KeyInPairs(Layer):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.layers import FUSED, QUIET, Complex, Layer, Sizes, arguments, check, check_no_further, in_type
+from lib.layers import FUSED, QUIET, Complex, Layer, Sizes, arguments, check, check_no_further, in_type, variant
 from torch import nn
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -73,20 +73,29 @@ def narrowed(x):
     return x.to(torch.bfloat16).to(torch.float64)
 
 
+def narrow(name, method):
+    """What a method returns is rounded."""
+
+    def rounded(self, *given):
+        found = getattr(Layer, method)(self, *given)
+        return tuple(map(narrowed, found)) if isinstance(found, tuple) else narrowed(found)
+
+    return variant(name, **{method: rounded})
+
+
+NarrowKey, NarrowTurnedQuery = narrow("NarrowKey", "rotate_key"), narrow("NarrowTurnedQuery", "rotate")
+NarrowContext = narrow("NarrowContext", "store")  # attention reads the caches rounded, the caches are not
+NarrowQuery, NarrowKeysAndValues = narrow("NarrowQuery", "query"), narrow("NarrowKeysAndValues", "keys")
+NarrowScores, NarrowResult = narrow("NarrowScores", "scores"), narrow("NarrowResult", "combine")
+NarrowBeforeNorm = variant("NarrowBeforeNorm", norm=lambda my, x, gamma: Layer.norm(my, narrowed(x), gamma))
+NarrowGamma = variant("NarrowGamma", norm=lambda my, x, gamma: Layer.norm(my, x, narrowed(gamma)))
+NarrowTables = variant("NarrowTables", rotate=lambda my, x, *tables: Layer.rotate(my, x, *map(narrowed, tables)))
+
+
 class NarrowLatent(Layer):
     def rows(self, x):
         latent, k_rope = super().rows(x)
         return narrowed(latent), k_rope
-
-
-class NarrowKey(Layer):
-    def rotate_key(self, x, *tables):
-        return narrowed(super().rotate_key(x, *tables))
-
-
-class NarrowBeforeNorm(Layer):
-    def norm(self, x, gamma):
-        return super().norm(narrowed(x), gamma)
 
 
 class NarrowBeforeGamma(Layer):
@@ -94,31 +103,9 @@ class NarrowBeforeGamma(Layer):
         return gamma * narrowed(super().norm(x, torch.ones_like(gamma)))
 
 
-class NarrowGamma(Layer):
-    def norm(self, x, gamma):
-        return super().norm(x, narrowed(gamma))
-
-
 class NarrowMean(Layer):
     def norm(self, x, gamma):
         return gamma * (x * narrowed(torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)))
-
-
-class NarrowContext(Layer):
-    """Attention reads the caches rounded, the caches are not."""
-
-    def store(self, *given):
-        return tuple(map(narrowed, super().store(*given)))
-
-
-class NarrowQuery(Layer):
-    def query(self, x):
-        return narrowed(super().query(x))
-
-
-class NarrowTurnedQuery(Layer):
-    def rotate(self, x, *tables):
-        return narrowed(super().rotate(x, *tables))
 
 
 class NarrowDown(Layer):
@@ -127,21 +114,6 @@ class NarrowDown(Layer):
     def query(self, x):
         q = narrowed(self.norm(x @ self.q_a.T, self.q_gamma)) @ self.q_b.T
         return q.unflatten(-1, (self.sizes.heads, self.sizes.query)).transpose(1, 2)
-
-
-class NarrowTables(Layer):
-    def rotate(self, x, cos, sin):
-        return super().rotate(x, narrowed(cos), narrowed(sin))
-
-
-class NarrowKeysAndValues(Layer):
-    def keys(self, latent, k_rope):
-        return tuple(map(narrowed, super().keys(latent, k_rope)))
-
-
-class NarrowScores(Layer):
-    def scores(self, query, key):
-        return narrowed(super().scores(query, key))
 
 
 class NarrowProbabilities(Layer):
@@ -153,11 +125,6 @@ class NarrowMask(Layer):
     def mask(self, position):
         bias = 0.3 * torch.arange(self.sizes.context, dtype=torch.float64).cos()
         return narrowed(super().mask(position) + bias)
-
-
-class NarrowResult(Layer):
-    def combine(self, scores, value):
-        return narrowed(super().combine(scores, value))
 
 
 class WholeNumbers(Layer):
