@@ -11,7 +11,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _wide(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """By the operator that writes its result, which is not replaced."""
+    """The product in float32. The operator that writes its result is not replaced."""
 
     def compute(*operands: Tensor, **options: Any) -> Tensor:
         dtype = operands[-1].dtype

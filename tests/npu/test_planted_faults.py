@@ -18,7 +18,7 @@ def each(names_of):
 
 @pytest.mark.parametrize("table, name", each(lambda table: table.CALLS))
 def test_no_fault(converted, table, name):
-    """As a graph that torchair converts, and operator by operator."""
+    """A graph that torchair converts is right, and so are the operators one by one."""
     table.run(name, lambda call: call.on_npu(converted))
     assert converted.types(converted.graphs[0]).count(table.KERNEL) == 1
     table.run(name, Call.by_kernels)

@@ -94,7 +94,7 @@ KERNELS = {"LightningIndexer": compare_indices, "SparseFlashAttention": compare_
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_results(converted, kernel, form, lengths):
-    """Of several rows in graphs that torchair converts, of one by the kernels."""
+    """Several rows run in graphs that torchair converts, one by the kernels."""
     KERNELS[kernel](lambda call: call.on_npu(converted), 3, form, lengths)
     assert kernel in converted.types(converted.graphs[0])
     KERNELS[kernel](Call.by_kernels, 1, form, lengths)

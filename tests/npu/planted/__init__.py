@@ -19,7 +19,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def caught(sentence: str | None = None) -> Any:
-    """By the numbers, or by a kernel that says so."""
+    """What catches a fault: the numbers, or a kernel that says so."""
     if sentence is not None:
         return pytest.raises(ValueError, match=sentence)
     return pytest.raises(AssertionError, match=r"Tensor-likes are not (equal|close)")
