@@ -97,6 +97,13 @@ def v3_call(weight_quant_mode, kv_cache_quant_mode, cache_mode="PA_BSND", z=FULL
     return args, modes
 
 
+def blocks_call(cache_mode="PA_BLK_BSND", z=SMALL):
+    """Arguments for three sequences; the second fills a page and a part of another, and the first page is skipped."""
+    args = prolog_call("PA_BSND", (134,), z)
+    blocks = Sampler(BF16, seed=8).slots(4, BLOCKS, skip=1)
+    return [*args[:9], *args[10:], blocks, *[None] * 7, torch.tensor([3, 133, 134])], {"cache_mode": cache_mode}
+
+
 # --- kv_rmsnorm_rope_cache ----------------------------------------------------------------------------------------
 
 

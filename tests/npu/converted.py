@@ -1,8 +1,7 @@
 """What torchair makes of a test's functions: GE graphs, which run on the CPU.
 
 Importing this replaces the graph engine by an interpreter of GE graphs. Everything that torchair does before it passes
-its
-graph to the engine is real, and so is writing mutated inputs afterwards.
+its graph to the engine is real, and so is writing mutated inputs afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from torchair._ge_concrete_graph import fx2ge_converter
 from torchair.core import _backend
 
-from npu import formats
+from npu import formats, products  # noqa: F401  `products` makes those of 16-bit matrices fast
 from npu.ge_interpreter import Interpreter
 
 graphs: list[Any] = []

@@ -53,11 +53,17 @@ def npu_kv_rmsnorm_rope_cache_v2(*args: Any, **options: Any) -> Results:
     return mla.KvRmsNormRopeCache(**_key_side_arguments(*args, **options))[2:]
 
 
+is_in_a_graph = False
+"""Whether operators do what they do in graphs of GE."""
+
+
 def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Any, **options: Any) -> Results:
-    """Follows torch_npu 2.13: it writes the caches that it is given, and returns copies from before."""
+    """Returns both caches. Follows torch_npu 2.13 outside of graphs: it writes those that it is given, not the copies
+    that it returns."""
     arguments = _key_side_arguments(*args, **options)
-    copies = [arguments[name].clone() for name in ("k_cache", "ckv_cache")]
-    return *mla.KvRmsNormRopeCache(**arguments)[2:], *copies
+    copies = {name: arguments[name].clone() for name in ("k_cache", "ckv_cache")}
+    _, _, *rows = mla.KvRmsNormRopeCache(**(arguments | copies if is_in_a_graph else arguments))
+    return *rows, *copies.values()
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Results:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch_npu
 from lib.ascend_calls import module_of
@@ -14,6 +16,7 @@ from torch.func import functionalize
 
 from mla_fx.graph.torch_private import make_fx
 from mla_fx.ops import catalogue
+from npu import cpu_kernels
 
 A2 = Surface("Ascend910B3", "ge", hoists=False, cann="8.5.0")
 NZ = 29
@@ -31,19 +34,18 @@ class Call:
         self.given = dict(zip(names, args, strict=False)) | options
         results = [result.name.removesuffix("_out") for result in self.overload._schema.returns]
         self.updated = {number: name for number, name in enumerate(results) if name in self.given}
-        self.lowered = toolchain.lowered(module_of(operator), surface, *args, **options)
+        self.surface, module = surface, module_of(operator)
+        self.lowered = lambda surface: toolchain.lowered(module, surface, *args, **options)
 
     def wanted(self) -> tuple[Tensor, ...]:
         return as_tuple(self.overload(**self.given))
 
     def on_npu(self, converted: Any) -> tuple[Tensor, ...]:
         """The same results. Those that are caches are what was written to the caches that were given."""
-        tensors = {name: value.clone() for name, value in self.given.items() if isinstance(value, Tensor)}
-        for name in tensors.keys() & set(WEIGHTS):
-            tensors[name] = torch_npu.npu_format_cast(tensors[name].contiguous(), NZ)
+        tensors, lowered = self.tensors(), self.lowered(self.surface)
 
         def call(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            return as_tuple(self.lowered(**(self.given | tensors)))
+            return as_tuple(lowered(**(self.given | tensors)))
 
         traced = make_fx(functionalize(call), tracing_mode="fake")(tensors)
 
@@ -57,6 +59,21 @@ class Call:
         count = len(self.overload._schema.returns)
         updated = {number: tensors[name] for number, name in self.updated.items()}
         return tuple(updated[number] if number in updated else next(kept) for number in range(count))
+
+    def by_kernels(self) -> tuple[Tensor, ...]:
+        """The same without a graph: the vendor's operators run one by one. Lengths are numbers of the host."""
+        cpu_kernels.register()
+        lowered = self.lowered(replace(self.surface, reads_ahead=True))
+        with mock.patch.object(cpu_kernels, "is_in_a_graph", True):
+            return as_tuple(lowered(**(self.given | self.tensors())))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of those that are given; weights are laid out, unless the lowering does that."""
+        tensors = {name: value.clone() for name, value in self.given.items() if isinstance(value, Tensor)}
+        if not self.surface.hoists:
+            for name in tensors.keys() & set(WEIGHTS):
+                tensors[name] = torch_npu.npu_format_cast(tensors[name].contiguous(), NZ)
+        return tensors
 
 
 def as_tuple(value: Any) -> tuple[Tensor, ...]:

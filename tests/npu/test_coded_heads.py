@@ -22,7 +22,7 @@ from torch import nn
 import mla_fx
 from npu.converted import types
 from npu.paged_heads import BF16, KERNEL, compared, compiled, sized
-from npu.planted import change_attention
+from npu.planted import options
 
 CALL = "npu.npu_fused_infer_attention_score_v2.out"
 WRITTEN = [1, 2, 0, 0, 0]
@@ -67,7 +67,7 @@ def test_heads_and_dtypes(converted, captured, kv_heads, dtype):
 @pytest.mark.parametrize("name", ["dequant_scale_key", "dequant_scale_value", "dequant_offset_value"])
 def test_another_number_is_noticed(converted, monkeypatch, name):
     """The number is that of the next head. (An offset of keys moves all scores of a row alike.)"""
-    change_attention(monkeypatch, **{name: lambda numbers: numbers.roll(1, 1)})
+    options(**{name: lambda numbers: numbers.roll(1, 1)})(monkeypatch)
     module = ZeroPoints(sized(1, 32)).to(BF16)
     with pytest.raises(AssertionError):
         compared(compiled(module), module, given(module, BF16))
@@ -83,7 +83,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_device_would_refuse(converted, monkeypatch, name):
     option, change, sentence = WRONG[name]
-    change_attention(monkeypatch, **{option: change})
+    options(**{option: change})(monkeypatch)
     module = ZeroPoints(sized(1, 32)).to(BF16)
     with pytest.raises(ValueError, match=sentence):
         compared(compiled(module), module, given(module, BF16))

@@ -3,8 +3,6 @@
 R1 quantises all projections but kv_b, DeepSeek-V3.2 quantises q_b alone. With an int8 kv_b, latents are quantised when
 they are read, and the scales of keys are in weight_uk. Attention's keys stay in bfloat16."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from lib import plants
@@ -13,7 +11,7 @@ from mla_fx.patterns import mla_attention
 
 import mla_fx
 from mla_fx.rule.operands import Call
-from npu import ge_graph, models
+from npu import ge_graph, models, planted
 from npu.converted import types
 from npu.int8_models import KEYS, R1, V32, model_of
 
@@ -79,40 +77,13 @@ def test_int8_keys(converted, names, mode):
 # --- planted faults --------------------------------------------------------------------------------------------------
 
 
-def rolled(name):
-    """Each scale at the place of its neighbour."""
-    dim = 0 if name == "dequant_scale_x" else 1
-
-    def change(a):
-        first, rest = getattr(a, name).split([1, getattr(a, name).shape[dim] - 1], dim)
-        return {name: torch.cat((rest, first), dim)}
-
-    return change
-
-
-FAULTS = {
-    "scales of the neighbouring column of q_b": (R1, rolled("dequant_scale_w_uq_qr")),
-    "scales of the neighbouring column of q_a": (R1, rolled("dequant_scale_w_dq")),
-    "scales of the neighbouring column of kv_a": (R1, rolled("dequant_scale_w_dkv_kr")),
-    "codes and scales of different tokens": (R1, rolled("dequant_scale_x")),
-    "scales of q_b lost": (V32, lambda a: {"dequant_scale_w_uq_qr": torch.ones_like(a.dequant_scale_w_uq_qr)}),
-    "another epsilon for the query": (
-        R1,
-        lambda a: {"rmsnorm_epsilon_cq": 1.0, "rmsnorm_epsilon_ckv": a.rmsnorm_epsilon_cq},
-    ),
-    "smooth scales that no weight was divided by": (
-        V32,
-        lambda a: {"smooth_scales_cq": torch.linspace(0.5, 1.5, a.weight_dq.shape[1], device="cpu").unsqueeze(0)},
-    ),
-}
-
-
-@pytest.mark.parametrize(("names", "fault"), FAULTS.values(), ids=FAULTS)
-def test_planted_fault(monkeypatch, names, fault):
-    whole = mla_prolog_v3.vendor_call
-    monkeypatch.setattr(mla_prolog_v3, "vendor_call", lambda surface, a: whole(surface, replace(a, **fault(a))))
+def test_planted_fault(monkeypatch):
+    """Each scale of q_b is at the place of its neighbour. test_planted_faults.py has the others."""
+    planted.arguments(
+        mla_prolog_v3, lambda a: {"dequant_scale_w_uq_qr": planted.moved(a.dequant_scale_w_uq_qr, 1)}
+    )(monkeypatch)
     with pytest.raises(AssertionError, match=r"^\(\["):
-        check(names, [models.prompt(3)])
+        check(R1, [models.prompt(3)])
 
 
 def without_scales(multiply, scales, codes, dims):

@@ -1,14 +1,12 @@
 """A layer with a cache of packed int8 rows: MlaPrologV3 in kv_cache_quant_mode 3."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from lib import packed_prologs as plain
 from mla_fx.lowering.ascend.operators import mla_prolog_v3
 
 import mla_fx
-from npu import ge_graph
+from npu import ge_graph, planted
 from npu.sizes import PACKED
 
 pytestmark = pytest.mark.usefixtures("converted")
@@ -43,32 +41,11 @@ def test_modes(converted, kind, mode):
     assert attributes["weight_quant_mode"] == mode
 
 
-def scales_from(dim, distance):
-    """The bytes of scales come from further along a dimension: of the next tile, or of the next row."""
-
-    def fault(kernel):
-        def call(surface, a):
-            *others, kv_cache, kr_cache = kernel(surface, a)
-            codes, scales = kv_cache.split([kv_cache.shape[-1] - 16, 16], -1)
-            size = scales.shape[dim]
-            scales = torch.cat((scales.narrow(dim, distance, size - distance), scales.narrow(dim, 0, distance)), dim)
-            return *others, torch.cat((codes, scales), -1), kr_cache
-
-        return call
-
-    return fault
-
-
-def without_alpha(kernel):
-    return lambda surface, a: kernel(surface, replace(a, k_nope_clip_alpha=torch.full([1], 1.0, device="cpu")))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [scales_from(-1, 4), scales_from(1, 1), without_alpha],
-    ids=["scales of the next tile", "scales of the next row", "alpha dropped"],
-)
-def test_planted_faults(monkeypatch, fault):
-    monkeypatch.setattr(mla_prolog_v3, "vendor_call", fault(mla_prolog_v3.vendor_call))
+def test_a_planted_fault(monkeypatch):
+    """alpha is dropped. test_planted_faults.py has others."""
+    plant = planted.arguments(
+        mla_prolog_v3, lambda a: {"k_nope_clip_alpha": torch.full_like(a.k_nope_clip_alpha, 1.0)}
+    )
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
         check(plain.ClippedByParameter)

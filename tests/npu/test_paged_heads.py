@@ -26,11 +26,16 @@ from npu.converted import types
 from npu.paged_heads import BF16, KERNEL, WIDTH, compared, compiled, sized
 
 KINDS = (Engine, Eager, Grouped, Gqa, Expanded, ByLength, LogarithmOfLength)
-QUICK = (Gqa, Grouped)
+SIZES = [(1, 16), (1, 128), (3, 128), (3, 256), (20, 128)]
+QUICK = [*((Gqa, *sizes) for sizes in SIZES), (Grouped, 1, 16), (Grouped, 3, 128)]  # how rows are shared is one thing
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.campaign) for k in KINDS])
-@pytest.mark.parametrize("tokens, block", [(1, 16), (1, 128), (3, 128), (3, 256), (20, 128)])
+def at_each_size():
+    every = [(kind, *sizes) for kind in KINDS for sizes in SIZES]
+    return [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.campaign) for case in every]
+
+
+@pytest.mark.parametrize("kind, tokens, block", at_each_size())
 def test_a_layer(converted, kind, tokens, block):
     module = kind(sized(tokens, block)).to(BF16)
     compared(compiled(module), module, arguments(module.sizes, BF16))

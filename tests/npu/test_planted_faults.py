@@ -1,102 +1,44 @@
-"""Faults planted into the lowering, one at a time: each is caught, by the numbers or by the interpreter's refusal."""
-
-import functools
+"""Faults planted into the lowering, one at a time: each is caught, by the numbers or by a kernel's refusal."""
 
 import pytest
 import torch
-from mla_fx.lowering.ascend import prolog_form
-from mla_fx.lowering.ascend.operators import mla_prolog_v3
+from mla_fx.lowering.ascend import numbers_of_sizes
 
-import mla_fx
-from npu import models
-from npu.planted import change_attention, change_call
+from npu import planted, user_calls
+from npu.lowered import Call
+from npu.planted import attention, key_side, prolog
 
-pytestmark = pytest.mark.usefixtures("converted")
-
-
-def check(family="deepseek_v3", *, batch=1, tokens=1):
-    model = models.model(family)
-    run = torch.compile(model, backend=mla_fx.get_backend(target="ge", strict=True), dynamic=False)
-    prompts = [models.prompt(tokens, batch, seed) for seed in range(2)]
-    make_cache = functools.partial(models.static_cache, batch=batch)
-    models.check_as_exact_as_eager(model, run, make_cache, prompts)
+TABLES = prolog, key_side, attention
 
 
-def caught_by_numbers():
-    """The comparison itself catches it, whose message is two lists."""
-    return pytest.raises(AssertionError, match=r"^\(\[")
+def each(names_of):
+    """A table and the name of an entry, for all entries."""
+    return [pytest.param(table, name, id=f"{table.KERNEL}: {name}") for table in TABLES for name in names_of(table)]
 
 
-def test_no_fault():
-    check()
+@pytest.mark.parametrize("table, name", each(lambda table: table.CALLS))
+def test_no_fault(converted, table, name):
+    """A graph that torchair converts is right, and so are the operators one by one."""
+    table.run(name, lambda call: call.on_npu(converted))
+    assert converted.types(converted.graphs[0]).count(table.KERNEL) == 1
+    table.run(name, Call.by_kernels)
 
 
-def test_sin_and_cos_are_swapped(monkeypatch):
-    change_call(monkeypatch, mla_prolog_v3, lambda a: {"rope_sin": a.rope_cos, "rope_cos": a.rope_sin})
-    with caught_by_numbers():
-        check()
+@pytest.mark.parametrize("name", prolog.LAID_OUT)
+def test_no_fault_where_weights_are_laid_out(name):
+    prolog.run(name, Call.by_kernels)
 
 
-def test_rows_go_to_another_page(monkeypatch):
-    change_call(monkeypatch, mla_prolog_v3, lambda a: {"cache_index": (a.cache_index + 128) % 256})
-    with caught_by_numbers():
-        check()
+@pytest.mark.parametrize("table, fault", each(lambda table: table.FAULTS))
+def test_fault(monkeypatch, table, fault):
+    name, plant, *sentence = table.FAULTS[fault]
+    plant(monkeypatch)
+    with planted.caught(*sentence):
+        table.run(name, Call.by_kernels)
 
 
-def test_a_weight_stays_in_nd(monkeypatch):
-    monkeypatch.setattr(mla_prolog_v3, "in_fractals", lambda surface, weight: weight.contiguous())
-    with pytest.raises(ValueError, match="MlaPrologV3 reads weight_dq in FRACTAL_NZ"):
-        check()
-
-
-def test_halves_are_not_reordered(monkeypatch):
-    monkeypatch.setattr(prolog_form, "halves_interleaved", lambda weight, width: weight)
-    with caught_by_numbers():
-        check("minicpm3")
-
-
-def test_epsilons_are_swapped(monkeypatch):
-    change_call(
-        monkeypatch,
-        mla_prolog_v3,
-        lambda a: {"rmsnorm_epsilon_cq": a.rmsnorm_epsilon_ckv, "rmsnorm_epsilon_ckv": a.rmsnorm_epsilon_cq},
-    )
-    with caught_by_numbers():
-        check()
-
-
-@pytest.mark.parametrize("name", ["rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"])
-def test_an_epsilon_is_lost(monkeypatch, name):
-    change_call(monkeypatch, mla_prolog_v3, lambda a: {name: 1e-5})
-    with caught_by_numbers():
-        check()
-
-
-FAULTS = {
-    "the scale is lost": {"softmax_scale": lambda scale: 1.0},
-    "pages are read in another order": {"block_table": lambda table: table.flip(1)},
-    "the last key is hidden": {"actual_seq_kvlen": lambda lengths: lengths - 1},
-    "a key too many is seen": {"actual_seq_kvlen": lambda lengths: lengths + 1},
-}
-
-
-@pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in FAULTS.items()])
-def test_attention(monkeypatch, changes):
-    change_attention(monkeypatch, **changes)
-    with caught_by_numbers():
-        check()
-
-
-PROMPTS = {"batch": 2, "tokens": 20}
-
-
-def test_keys_that_no_prompt_sees_are_left_out(monkeypatch):
-    change_attention(monkeypatch, actual_seq_qlen=lambda ends: ends[1::2], actual_seq_kvlen=lambda ends: ends[::2])
-    with pytest.raises(ValueError, match=r"actual_seq_lengths_kv is .* the last of them 512"):
-        check(**PROMPTS)
-
-
-def test_prompts_see_a_key_too_many(monkeypatch):
-    change_attention(monkeypatch, actual_seq_kvlen=lambda ends: ends + (torch.arange(4) + 1) % 2)
-    with caught_by_numbers():
-        check(**PROMPTS)
+def test_sizes_are_read_from_caches_that_are_written(converted, monkeypatch):
+    """Each then keeps the copy that it is written through: user_calls counts them."""
+    monkeypatch.setattr(numbers_of_sizes, "read", lambda graph: None)
+    with torch.no_grad(), pytest.raises(AssertionError, match=r"prologs and copies: \[1, 2\]"):
+        user_calls.check_one_graph_for_pages_of_several_sizes(converted)

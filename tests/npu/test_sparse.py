@@ -16,7 +16,7 @@ from mla_fx.ops import catalogue
 from mla_fx.ops.common.sample import Sampler
 from npu import user_calls
 from npu.lowered import A2, Call
-from npu.planted import caught_by_numbers
+from npu.planted import caught
 
 BF16 = torch.bfloat16
 BATCH, HEADS, CONTEXT, PAGE, CHOSEN, RANK, ROPE, WIDTH = 2, 4, 64, 16, 12, 512, 64, 128
@@ -52,19 +52,19 @@ def attention_call(steps=1, form="contiguous", lengths="lengths", has_rope=True)
     return args, {"scale": 0.05}
 
 
-def compare_indices(converted, *form):
+def compare_indices(how, *form):
     """Keys alone: which of equal scores is chosen is not defined, and hidden keys are any."""
     args, options = index_call(*form)
-    found, _ = Call("lightning_index", args, options).on_npu(converted)
+    found, _ = how(Call("lightning_index", args, options))
     wanted, values = catalogue()["lightning_index"].body(*double(args), **options)
     seen = values.isfinite()
     torch.testing.assert_close(found.masked_fill(~seen, 0), wanted.masked_fill(~seen, 0), rtol=0, atol=0)
     assert ((found >= 0) & (found < CONTEXT)).all()
 
 
-def compare_attention(converted, *form):
+def compare_attention(how, *form):
     args, options = attention_call(*form)
-    found, _ = Call("attention", args, options).on_npu(converted)
+    found, _ = how(Call("attention", args, options))
     user_calls.check_exact(found, catalogue()["attention"].body(*double(args), **options)[0])
 
 
@@ -87,24 +87,21 @@ def test_a_mask_that_is_declared_causal_gives_lengths(converted, is_bool):
     user_calls.check_exact(found[:1], wanted[:1])
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_indices(converted, steps, form, lengths):
-    compare_indices(converted, steps, form, lengths)
-    assert "LightningIndexer" in converted.types(converted.graphs[0])
+KERNELS = {"LightningIndexer": compare_indices, "SparseFlashAttention": compare_attention}
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_attention(converted, steps, form, lengths):
-    compare_attention(converted, steps, form, lengths)
-    assert "SparseFlashAttention" in converted.types(converted.graphs[0])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_results(converted, kernel, form, lengths):
+    """Several rows run in graphs that torchair converts, one by the kernels."""
+    KERNELS[kernel](lambda call: call.on_npu(converted), 3, form, lengths)
+    assert kernel in converted.types(converted.graphs[0])
+    KERNELS[kernel](Call.by_kernels, 1, form, lengths)
 
 
 def test_attention_without_a_rotary_part(converted):
-    compare_attention(converted, 1, "contiguous", "lengths", False)
+    compare_attention(lambda call: call.on_npu(converted), 1, "contiguous", "lengths", False)
 
 
 def change(monkeypatch, lowering, name, changed):
@@ -125,16 +122,16 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("lowering", "compare"), [(index_lowering, compare_indices), (attention_lowering, compare_attention)]
 )
-def test_faults(converted, monkeypatch, lowering, compare, fault):
+def test_faults(monkeypatch, lowering, compare, fault):
     change(monkeypatch, lowering, *FAULTS[fault])
-    with caught_by_numbers():
-        compare(converted, 3, "pages", "lengths")
+    with caught():
+        compare(Call.by_kernels, 3, "pages", "lengths")
 
 
-def test_rows_without_keys_are_not_averages(converted, monkeypatch):
+def test_rows_without_keys_are_not_averages(monkeypatch):
     monkeypatch.setattr(attention_lowering, "sees_some", lambda a: torch.ones_like(a.indices[..., 0], dtype=torch.bool))
-    with caught_by_numbers():
-        compare_attention(converted, 3, "contiguous", "lengths")
+    with caught():
+        compare_attention(Call.by_kernels, 3, "contiguous", "lengths")
 
 
 def spoiled(call, place, value):

@@ -21,6 +21,7 @@ from npu.calls import (
     B,
     D,
     S,
+    blocks_call,
     in_nz,
     kv_call,
     pages,
@@ -91,11 +92,8 @@ def test_mla_prolog_v3(converted, modes, z):
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tensor"])
 @pytest.mark.parametrize("cache_mode", ["PA_BLK_BSND", "PA_BLK_NZ"])
 def test_mla_prolog_v3_with_blocks_of_sequences_of_any_length(converted, cache_mode, as_tensor, z):
-    """Three sequences; the second fills more than a page, and the first page is skipped."""
-    lengths, draw = [3, 133, 134], Sampler(BF16, seed=8)
-    args = prolog_call("PA_BSND", tokens=(134,), z=z)
-    args = [*args[:9], *args[10:], draw.slots(4, BLOCKS, skip=1), *[None] * 7]
-    args.append(torch.tensor(lengths) if as_tensor else lengths)
+    *args, ends = blocks_call(cache_mode, z)[0]
+    args.append(ends if as_tensor else ends.tolist())
     check(converted, "MlaPrologV3", "mla_prolog_v3", args, cache_mode=cache_mode)
 
 

@@ -34,7 +34,7 @@ import mla_fx
 from mla_fx.ops import catalogue
 from mla_fx.ops.common.sample import Sampler
 from npu import coded_pages, int8_models, models
-from npu.calls import BF16, BLOCKS, PAGE, SMALL, B, D, S, Sizes, kv_call, pages, prolog_call, v3_call
+from npu.calls import BF16, BLOCKS, PAGE, SMALL, B, D, S, Sizes, blocks_call, kv_call, pages, prolog_call, v3_call
 from npu.paged_heads import sized
 from npu.paged_layers import PAGED as BF16_PAGED
 from npu.paged_layers import REAL, NzWholePages, WholePages
@@ -153,9 +153,8 @@ def prolog(cache_mode, sizes=SMALL, backend=None):
 
 
 def prolog_in_blocks(cache_mode):
-    given, draw = prolog_call("PA_BSND", (134,), SMALL), Sampler(BF16, seed=8)
-    given = [*given[:9], *given[10:], draw.slots(4, BLOCKS, skip=1), *[None] * 7, torch.tensor([3, 133, 134])]
-    return call("mla_prolog_v3", given, cache_mode=cache_mode)
+    given, modes = blocks_call(cache_mode)
+    return call("mla_prolog_v3", given, **modes)
 
 
 def int8_prolog(*modes):

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LATENT = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
-EXPANDED = ("TND", "NTD_TND")
-PLAIN = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND", "NTD_TND")
+TABLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+LAYOUTS = ("BSND", "BNSD", "TND")  # those that the package uses
 CHANNELS = ("key_antiquant_scale", "value_antiquant_scale", "key_antiquant_offset", "value_antiquant_offset")
-UNSUPPORTED = ("pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix")
+UNSUPPORTED = ("pse_shift", "query_padding_size", "kv_padding_size", "key_shared_prefix", "dequant_scale_query")
 
 
 def complaints(kernel: str, a: dict[str, Any], release: str) -> list[str]:
@@ -22,7 +21,7 @@ def complaints(kernel: str, a: dict[str, Any], release: str) -> list[str]:
         return []
     is_latent = a.get("block_table") is not None
     allowed = {"query": 512 if is_latent else 128, "query_rope": 64, "value": 128}
-    found = {name: _width(a[name], a) for name in ("query", "query_rope")}
+    found = {name: a[name].shape[-1] for name in ("query", "query_rope")}
     if not is_latent:
         found["value"] = a["value"][0].shape[-1]
     sizes = [
@@ -44,11 +43,6 @@ def _of_old_pages(kernel: str, a: dict[str, Any], release: str) -> list[str]:
     return found
 
 
-def _width(query: Tensor, a: dict[str, Any]) -> int:
-    """The columns of a head."""
-    return query.shape[-1] // (a["num_heads"] if a["input_layout"].startswith("BSH") else 1)
-
-
 def check(a: dict[str, Any]) -> None:
     """Raises ValueError with a sentence. Which form it is, is read off the tensors: latent attention has one for keys
     and values, expanded attention two, and both have ropes."""
@@ -60,11 +54,11 @@ def check(a: dict[str, Any]) -> None:
         (a["query_rope"] is None) == (a["key_rope"] is None),
         "query_rope and key_rope are given together or not at all",
     )
+    _require(layout in LAYOUTS, f"input_layout is {layout!r}; the interpreter knows {LAYOUTS}")
     _check_lengths(a, layout)
     if a["block_table"] is not None:
         _check_pages(a, layout)
     if a["query_rope"] is None:
-        _require(layout in PLAIN, f"input_layout is {layout!r}; without ropes it is one of {PLAIN}")
         if a["block_table"] is not None:
             _check_paged_heads(a, layout)
     elif a["key"][0].data_ptr() == a["value"][0].data_ptr():
@@ -78,7 +72,7 @@ def check(a: dict[str, Any]) -> None:
 
 def _check_sink(a: dict[str, Any], layout: str) -> None:
     sink, width = a["learnable_sink"], a["value"][0].shape[-1]
-    _require(layout in EXPANDED, f"learnable_sink is given with input_layout {layout!r}; it takes one of {EXPANDED}")
+    _require(layout == "TND", f"learnable_sink is given with input_layout {layout!r}; it takes TND")
     _require(width <= 128, f"learnable_sink is given with values of {width} columns; it takes up to 128")
     wanted = torch.bfloat16, (a["num_heads"],)
     found = sink.dtype, tuple(sink.shape)
@@ -87,7 +81,6 @@ def _check_sink(a: dict[str, Any], layout: str) -> None:
 
 def _check_latent(a: dict[str, Any], layout: str) -> None:
     heads, kv_heads = a["num_heads"], a["kv_heads"]
-    _require(layout in LATENT, f"input_layout is {layout!r}; of latent attention it is one of {LATENT}")
     _require(
         heads in (1, 2, 4, 8, 16, 32, 64, 128), f"num_heads is {heads}; of latent attention a power of 2 up to 128"
     )
@@ -95,41 +88,28 @@ def _check_latent(a: dict[str, Any], layout: str) -> None:
     _require(a["block_table"] is not None, "block_table is not given; latent attention reads pages alone")
     for length in _query_lengths(a, layout):
         _require(0 <= length <= 16, f"a sequence has {length} queries; latent attention takes up to 16")
-    if a["query"].dtype == torch.int8:
-        _check_int8(a)
-    if layout.startswith("T"):
+    if layout == "TND":
         return
-    steps = a["query"].shape[layout.partition("_")[0].index("S")]
+    steps = a["query"].shape[layout.index("S")]
     wanted = 0 if steps == 1 else 3
     _require(a["sparse_mode"] == wanted, f"sparse_mode is {a['sparse_mode']} for {steps} queries; it must be {wanted}")
 
 
-def _check_int8(a: dict[str, Any]) -> None:
-    rest, key = a["rest"], a["key"][0]
-    scales = ("dequant_scale_query", "key_antiquant_scale", "value_antiquant_scale")
-    missing = [name for name in scales if rest.get(name) is None]
-    _require(not missing, f"query is int8, but {missing} are not given")
-    mode = rest["query_quant_mode"]
-    _require(mode == 3, f"query_quant_mode is {mode}; with an int8 query it is 3")
-    _require(
-        key.dtype == torch.int8 and key.ndim == 5, f"key is {key.dtype} {list(key.shape)}; it is int8 in FRACTAL_NZ"
-    )
-
-
 def _check_expanded(a: dict[str, Any], layout: str) -> None:
-    _require(layout in EXPANDED, f"input_layout is {layout!r}; of expanded attention it is one of {EXPANDED}")
+    _require(layout == "TND", f"input_layout is {layout!r}; of expanded attention it is TND")
     _require(a["block_table"] is None, "block_table is given; expanded attention reads no pages")
     ratio = a["num_heads"] // a["kv_heads"]
     _require(ratio <= 64, f"num_heads is {ratio} times num_key_value_heads; of expanded attention at most 64 times")
 
 
 def _check_lengths(a: dict[str, Any], layout: str) -> None:
-    is_ragged, is_paged = "T" in layout, a["block_table"] is not None
-    _require(not is_ragged or a["actual_seq_lengths"] is not None, f"{layout} needs actual_seq_lengths")
-    wants_keys = is_ragged or is_paged
-    _require(not wants_keys or a["actual_seq_lengths_kv"] is not None, "TND and block_table need actual_seq_lengths_kv")
+    is_ragged, is_paged = layout == "TND", a["block_table"] is not None
+    _require(is_ragged or is_paged, f"block_table is not given; {layout} reads pages alone")
+    has_ends = a["actual_seq_lengths"] is not None
+    _require(is_ragged == has_ends, "TND has actual_seq_lengths, and nothing else has it")
+    _require(a["actual_seq_lengths_kv"] is not None, "TND and block_table need actual_seq_lengths_kv")
     if is_ragged:
-        tokens = a["query"].shape[layout.partition("_")[0].index("T")]
+        tokens = len(a["query"])
         ends = a["actual_seq_lengths"].tolist()
         is_sum = ends == sorted(ends) and ends[-1] == tokens
         _require(
@@ -142,7 +122,7 @@ def _check_lengths(a: dict[str, Any], layout: str) -> None:
 def _check_ends_of_keys(a: dict[str, Any], layout: str, queries: list[int]) -> None:
     """CheckInputShapeWhenLayoutIsTND, CheckActSeqWhenLayoutIsTND and the sparse mode RIGHT_DOWN of CANN's tiling."""
     ends = a["actual_seq_lengths_kv"].tolist()
-    total = a["key"][0].shape[layout.partition("_")[0].index("T")]
+    total = len(a["key"][0])
     _require(len(ends) == len(queries), f"there are {len(queries)} sequences of queries and {len(ends)} of keys")
     is_sum = ends == sorted(ends) and ends[-1] == total
     _require(is_sum, f"actual_seq_lengths_kv is {ends}; of {layout} they are sums of lengths, the last of them {total}")
@@ -161,13 +141,10 @@ def _check_pages(a: dict[str, Any], layout: str) -> None:
     _require(a["block_table"].dtype == torch.int32, f"block_table is {a['block_table'].dtype}; it is int32")
     _check_blocks(a)
     if key.ndim == 4:
-        allowed = layout.startswith(("BNSD", "TND"))
+        allowed = layout in ("BNSD", "TND")
         _require(allowed, f"the cache is [blocks, N, BS, D] with input_layout {layout!r}; only BNSD and TND take that")
     if key.ndim == 5:
-        _require(
-            not layout.startswith("BNSD"),
-            f"the cache is in FRACTAL_NZ, which input_layout {layout!r} does not take",
-        )
+        _require(layout != "BNSD", f"the cache is in FRACTAL_NZ, which input_layout {layout!r} does not take")
         d0 = 32 // key.element_size()
         _require(key.shape[-1] == d0, f"the FRACTAL_NZ cache is {list(key.shape)}; its last axis is {d0}")
 
@@ -175,7 +152,7 @@ def _check_pages(a: dict[str, Any], layout: str) -> None:
 def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
     """Heads over pages, where there is no rope: one query of each sequence as in IFATiling (incre_flash_attention),
     several as in CheckPATypeAndShape and CheckD of PromptFlashAttentionTiling. Layouts without T only."""
-    _require(layout in ("BSH", "BSND", "BNSD"), f"input_layout is {layout!r}; TND reads no pages here")
+    _require(layout != "TND", "input_layout is 'TND'; TND reads no pages here")
     heads, kv_heads, query = a["num_heads"], a["kv_heads"], a["query"]
     key, value = a["key"][0], a["value"][0]
     _require(key.shape == value.shape, f"key is {list(key.shape)} and value {list(value.shape)}; they are alike")
@@ -186,7 +163,7 @@ def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
     allowed = "they are all bfloat16, or all float16, or keys and values are int8"
     _require(is_half and (has_codes or len(dtypes) == 1), f"query, key and value are {dtypes}; {allowed}")
     _check_codes(a, has_codes)
-    width = _width(query, a)
+    width = query.shape[-1]
     found = key.shape[-1] // kv_heads if key.ndim == 3 else key.shape[-1]
     _require(width == found, f"query has {width} columns a head, key {found}")
     _require(width % 16 == 0 and width <= 512, f"a head has {width} columns; it has a multiple of 16 up to 512")
@@ -205,7 +182,7 @@ def _check_paged_heads(a: dict[str, Any], layout: str) -> None:
 def _check_codes(a: dict[str, Any], has_codes: bool) -> None:
     """CheckKVAntiQuantPerChannel, CheckAntiQuantParamKeyType and CheckKeyAndValueAntiquantScaleOffset of IFATiling."""
     rest, query, heads = a["rest"], a["query"], a["kv_heads"]
-    width = _width(query, a)
+    width = query.shape[-1]
     given = {name: rest.get(name) for name in CHANNELS}
     if not has_codes:
         _require(all(x is None for x in given.values()), "keys are not int8, but scales or offsets are given")
@@ -238,23 +215,22 @@ def _check_mask(a: dict[str, Any], layout: str) -> None:
     mask, mode = a["atten_mask"], a["sparse_mode"]
     _require(mode in (0, 3), f"sparse_mode is {mode}; the interpreter knows 0 and 3")
     if mode == 0:
-        is_free = mask is None or a["query_rope"] is None
-        _require(is_free, "atten_mask is given with sparse_mode 0, which MLA attention does not take")
+        _require(mask is None, "atten_mask is given with sparse_mode 0, which MLA attention does not take")
         return
     _require(mask is not None, "atten_mask is not given; sparse_mode 3 needs the 2048 x 2048 one")
     is_dtype = mask.dtype in (torch.bool, torch.int8, torch.uint8)
     _require(is_dtype, f"atten_mask is {mask.dtype}; it is bool, int8 or uint8")
-    is_table = mask.shape == (2048, 2048) and torch.equal(mask.bool(), torch.ones(2048, 2048, dtype=torch.bool).triu(1))
+    is_table = mask.shape == (2048, 2048) and torch.equal(mask.bool(), TABLE)
     _require(
         is_table, f"atten_mask is {list(mask.shape)}; with sparse_mode 3 it is 2048 x 2048, ones above the diagonal"
     )
 
 
 def _query_lengths(a: dict[str, Any], layout: str) -> list[int]:
-    if layout.startswith("T"):
+    if layout == "TND":
         ends: Tensor = a["actual_seq_lengths"]
         return ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return [a["query"].shape[layout.partition("_")[0].index("S")]]
+    return [a["query"].shape[layout.index("S")]]
 
 
 def _require(holds: bool, sentence: str) -> None:
