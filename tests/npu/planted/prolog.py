@@ -143,6 +143,10 @@ FAULTS = {
         changed(lambda a: {"dequant_scale_w_dq": moved(a.dequant_scale_w_dq, 1)}),
     ),
     "smooth scales lost": ("int8 latents", changed(lambda a: {"smooth_scales_cq": None})),
+    "smooth scales that no weight was divided by": (
+        "int8 latents",
+        changed(lambda a: {"smooth_scales_cq": a.smooth_scales_cq * a.rmsnorm_gamma_cq.float()}),
+    ),
     "scales of another token": ("int8", changed(lambda a: {"dequant_scale_x": moved(a.dequant_scale_x, 1, 0)})),
     "scales of another column of keys": (
         "int8",
