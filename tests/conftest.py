@@ -108,7 +108,7 @@ def interpreted(request, monkeypatch):
     their time. These are the tests of some folders and those marked `interpreted`, but those marked `compiled`; with
     --campaign, all compile."""
     has_mark = request.node.get_closest_marker
-    layers.Rewritten.compiles = request.config.getoption("--campaign")
+    layers.Rewritten.compiles = bool(has_mark("compiled")) or request.config.getoption("--campaign")
     is_about_graphs = request.path.parent.name in ABOUT_GRAPHS or has_mark("interpreted")
     if is_about_graphs and not has_mark("compiled") and not request.config.getoption("--campaign"):
         from mla_fx.lowering import inductor

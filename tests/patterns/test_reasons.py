@@ -144,5 +144,6 @@ class Broken(Layer):
         return super().store(*given)
 
 
+@pytest.mark.compiled
 def test_an_input_from_before_a_graph_break_is_called_so():
     assert "found the graph input from before a graph break" in str(check(Broken()))
