@@ -258,6 +258,7 @@ IN_PLACE = [Layer, Functional, Transposed, Gaps, Roomy, RoomyReturned]
 
 
 @pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", IN_PLACE, ids=lambda kind: kind.__name__)
 def test_a_cache_that_nobody_needs_is_written_in_place(kind):
     report = run_both(kind(), keep_text=True)
