@@ -44,8 +44,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     for found in map(find_spec, ("mla_fx.patterns", "mla_fx.lowering")):  # None where nothing is installed
-        if found is not None and ROOT not in Path(found.origin).parents:  # the install of another checkout
-            raise pytest.UsageError(f"{found.origin} is not of {ROOT}: run `pip install -e .` there")
+        for folder in found.submodule_search_locations if found is not None else ():
+            if ROOT not in Path(folder).parents:  # the install of another checkout
+                raise pytest.UsageError(f"{folder} is not of {ROOT}: run `pip install -e .` there")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     # Dynamo times the guards of each graph, and flushes the processor's caches before that, which takes 20 ms
     torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0
