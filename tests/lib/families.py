@@ -196,10 +196,8 @@ class Recorder(TorchDispatchMode):
         self.reports += reports
         return self.around(compiled)
 
-    def around(self, compiled: Any, first: Any = None) -> Any:
-        """Records each call, but for a first one with arguments of its own."""
-        if first is not None:
-            compiled(*first)
+    def around(self, compiled: Any) -> Any:
+        """Records each call."""
 
         def run(*inputs: Any) -> Any:
             self.operators.clear()

@@ -86,10 +86,8 @@ def lens(mask, way=by_sdpa, *, sizes=None, starts=STARTS, dynamic=False, **optio
     ours, recorder = copy.deepcopy(theirs), Recorder(**options)
     with torch.no_grad():
         expected = module(*theirs)
-        if dynamic or options:
-            run = torch.compile(module, backend=recorder, dynamic=dynamic)
-        else:
-            run = recorder.around(Rewritten(module), copy.deepcopy(theirs))
+        traced = None if dynamic or options else Rewritten(module).traced(theirs)
+        run = torch.compile(module, backend=recorder, dynamic=dynamic) if traced is None else recorder.around(traced)
         found = run(*ours)
     torch.testing.assert_close((found, ours), (expected, theirs), **CLOSE)
     (given,) = lens_of(recorder) if options.get("target") != "inductor" else (None,)
