@@ -46,7 +46,8 @@ def lower(rows: Tensor, weight: Tensor) -> Compiled:
 def are_taken(rows: Tensor) -> bool:
     """Whether there are few rows, or more than a library multiplies fast."""
     count = rows.shape[-2]
-    return not isinstance(count, int) or 0 < count <= (2**63 if wide_products.are_faster(rows.dtype) else MOST_ROWS)
+    is_known = isinstance(count, int)
+    return not is_known or 0 < count <= MOST_ROWS or (count > 0 and wide_products.are_faster(rows.dtype))
 
 
 def run(rows: Tensor, weight: Tensor) -> Tensor:

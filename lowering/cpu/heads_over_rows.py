@@ -21,8 +21,8 @@ EXPANDED = 2**23  # elements of keys and values at a time; measured: memory is t
 def is_fast(a: Arguments) -> bool:
     """Whether this is faster than PyTorch's kernel, which multiplies bfloat16 fast by AMX alone."""
     is_served = a.query.dtype == torch.bfloat16 and a.query.device.type == "cpu"
-    has_slow_tiles = machine.multiplies_pairs() and not machine.multiplies_tiles()
-    return is_served and (has_slow_tiles or not machine.multiplies_bfloat16()) and attention_over_rows.is_built()
+    has_pairs_alone = machine.multiplies_pairs() and not machine.multiplies_tiles()
+    return is_served and (has_pairs_alone or not machine.multiplies_bfloat16()) and attention_over_rows.is_built()
 
 
 def has_many_scores(a: Arguments) -> bool:

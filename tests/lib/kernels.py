@@ -1,5 +1,6 @@
 """What the tests of C++ kernels share."""
 
+import contextlib
 import functools
 import inspect
 import os
@@ -25,19 +26,15 @@ def check_on(processor, chosen, *files):
     subprocess.run(command, check=True, env=os.environ | {name: value}, stdout=subprocess.DEVNULL)
 
 
-def on_several_threads(function, count=2):
-    """What only one thread may write is wrong on several alone."""
-
-    @functools.wraps(function)
-    def run(*given, **options):
-        before = torch.get_num_threads()
-        torch.set_num_threads(count)
-        try:
-            return function(*given, **options)
-        finally:
-            torch.set_num_threads(before)
-
-    return run
+@contextlib.contextmanager
+def threads(count):
+    """Torch and the kernels run on so many threads, in a block or in a function that this decorates."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def draw(*shape, seed=0):

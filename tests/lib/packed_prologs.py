@@ -1,11 +1,13 @@
 """A layer whose cache has packed rows: int8 latents, the bytes of rotary keys and those of scales of tiles."""
 
 import copy
+import functools
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from lib import layers
 from lib.layers import Rewritten
 
 PROLOG, RULE, ATTENTION = "mla_prolog_v3", "mla_prolog_packed", "latent_attention"
@@ -121,10 +123,7 @@ class Packed(nn.Module):
         return codes.float()
 
 
-def variant(name, kind=Packed, **parts):
-    """A layer with other parts."""
-    return type(name, (kind,), parts)
-
+variant = functools.partial(layers.variant, kind=Packed)
 
 def given(dtype=BF16, batch=1):
     generator = torch.Generator().manual_seed(1)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from lib.kernels import draw, interpretable, on_several_threads
+from lib.kernels import draw, interpretable, threads
 from lib.latent_calls import DTYPES, HIDDEN, POOL, ROUNDING, call, check_means_body
 from lib.operators.harness import samples as samples_of
 from mla_fx.lowering.cpu import attention_over_rows
@@ -36,7 +36,7 @@ KERNELS = ("C++", pytest.param("Triton", marks=pytest.mark.slow))  # interpreted
 @pytest.fixture
 def run(kernel):
     if kernel == "C++":
-        return on_several_threads(attention_over_rows.run)
+        return threads(2)(attention_over_rows.run)
     pytest.importorskip("triton")
     from mla_fx.lowering.cuda import split_keys
 
@@ -181,7 +181,7 @@ def test_drawn_calls(run):
 
 
 def with_zeros(a):
-    """The same with zeros in place of NaN, which the kernel does not read and the body does; codes have none."""
+    """The call with zeros in place of NaN. The body reads rows that the kernel skips. Codes have no NaN."""
     if a.kv_scales is not None:
         return a
     kr_cache = None if a.kr_cache is None else a.kr_cache.nan_to_num(0)
@@ -224,7 +224,7 @@ def drawn(random):
 
 
 def in_codes(random, operands, options):
-    """The same with latents in codes of any kind, and sometimes rotary keys: a scale for each column, some, or all."""
+    """Replace the latents, and sometimes the rotary keys, by codes with a scale for each column, some, or all."""
     _, _, latents, keys = operands
 
     def scales(cache):

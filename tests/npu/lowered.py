@@ -61,7 +61,7 @@ class Call:
         return tuple(updated[number] if number in updated else next(kept) for number in range(count))
 
     def by_kernels(self) -> tuple[Tensor, ...]:
-        """The same without a graph: the vendor's operators run one by one. Lengths are numbers of the host."""
+        """Run the vendor's operators one by one, without a graph. Lengths are numbers of the host."""
         cpu_kernels.register()
         lowered = self.lowered(replace(self.surface, reads_ahead=True))
         with mock.patch.object(cpu_kernels, "is_in_a_graph", True):

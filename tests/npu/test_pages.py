@@ -21,7 +21,7 @@ COPIES = {"TensorMove", "Transpose", "ScatterNdUpdate", "IndexByTensor", "Scatte
 
 
 def in_double(given, is_nz):
-    """The same rows in float64. In FRACTAL_NZ 32 bytes then hold fewer columns."""
+    """Widen a layer's inputs to float64. In FRACTAL_NZ, 32 bytes then hold fewer columns."""
     x, tables, positions, mask, caches, place = in_type(copy.deepcopy(given), torch.float64)
     for cache in caches if is_nz else ():
         blocks, size, width = cache.shape

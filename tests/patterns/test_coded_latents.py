@@ -1,9 +1,11 @@
 """Attention over latents that are kept as codes: it reads the codes, and computes what the program does."""
 
+import functools
 import itertools
 
 import pytest
 import torch
+from lib import layers
 from lib.kernels import draw
 from lib.layers import Rewritten
 from torch import nn
@@ -51,10 +53,7 @@ class Tiles(Coded):
         return self.scales.repeat_interleave(HCKV // TILES, -1)
 
 
-def variant(name, kind=Coded, **parts):
-    """The same with other scales, or other numbers."""
-    return type(name, (kind,), parts)
-
+variant = functools.partial(layers.variant, kind=Coded)
 
 OneScale = variant("OneScale", shape=())
 OfColumns = variant("OfColumns", shape=(HCKV,))
@@ -265,7 +264,7 @@ NUMBERS = {
     "rounded": lambda my, dtype: Coded.numbers(my, torch.bfloat16).to(dtype),
     "from other columns": lambda my, dtype: Coded.numbers(my, dtype).flip(-1),
 }
-OTHERS = {name: variant(name, kind, by=by) for name, (kind, by) in SCALES.items()}
+OTHERS = {name: variant(name, kind=kind, by=by) for name, (kind, by) in SCALES.items()}
 OTHERS |= {name: variant(name, numbers=numbers) for name, numbers in NUMBERS.items()}
 
 

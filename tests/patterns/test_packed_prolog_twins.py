@@ -128,7 +128,7 @@ class Together(Packed):
 
 def placed(name, part, change, kind=Packed):
     """The bytes of one part are in another order."""
-    return variant(name, kind, placed=lambda my, parts: {**parts, part: change(parts[part])})
+    return variant(name, kind=kind, placed=lambda my, parts: {**parts, part: change(parts[part])})
 
 
 def of_the_other_end(size):

@@ -1,8 +1,10 @@
 """Packed sequences that attend to themselves alone: they are one call, and near twins are not."""
 
+import functools
 
 import pytest
 import torch
+from lib import layers
 from lib.layers import QUIET, Rewritten
 from torch import nn
 
@@ -51,9 +53,7 @@ class Prompts(nn.Module):
         return {"mask": None, "scale": 0.3, "is_causal": True}
 
 
-def variant(name, **parts):
-    return type(name, (Prompts,), parts)
-
+variant = functools.partial(layers.variant, kind=Prompts)
 
 def with_options(name, options):
     """Options of each call, and which of the sequences has others."""

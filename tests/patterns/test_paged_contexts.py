@@ -1,10 +1,12 @@
 """Contexts gathered through a block table: none is copied, and near twins give the program's results."""
 
+import functools
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from lib import layers
 from lib.comparing import check_same
 from lib.layers import FUSED, QUIET, Absorbed, Layer, arguments, check
 from lib.zoo.entries import DEFAULT, Entry
@@ -96,9 +98,7 @@ class Pages(Layer):
         return pages[where]
 
 
-def variant(name, base=Pages, **parts):
-    return type(name, (base,), parts)
-
+variant = functools.partial(layers.variant, kind=Pages)
 
 OtherOrder = variant("OtherOrder", where=lambda my: my.table.flip(0))  # of the sequences
 FromTheEnd = variant("FromTheEnd", where=lambda my: my.table - my.table.numel())
@@ -126,7 +126,7 @@ class ByRow(Pages):
 
 
 def by_slots(name, slots):
-    return variant(name, ByRow, where=lambda my: slots(my.table.unsqueeze(-1)))
+    return variant(name, kind=ByRow, where=lambda my: slots(my.table.unsqueeze(-1)))
 
 
 RowsTwice = by_slots("RowsTwice", lambda table: table * 4 + torch.arange(4) // 2)  # the first two rows of each page

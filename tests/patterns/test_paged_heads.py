@@ -2,9 +2,11 @@
 mode."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
+from lib import layers
 from lib import paged_heads as paged
 from lib.layers import QUIET
 from lib.paged_heads import BLOCK, FLOAT32, HEADS, ByLength, Eager, Engine, Grouped, Sizes, arguments, check
@@ -98,9 +100,7 @@ def test_no_coarser_than_the_program(kind, dtype):
 # --- near twins ------------------------------------------------------------------------------------------------------
 
 
-def variant(name, kind=Engine, **parts):
-    return type(name, (kind,), parts)
-
+variant = functools.partial(layers.variant, kind=Engine)
 
 def of_heads(scores):
     return torch.arange(1, HEADS + 1, dtype=scores.dtype).view(-1, 1, 1)
@@ -114,10 +114,10 @@ TableTurned = variant("TableTurned", tables=lambda my, table: (table, table.flip
 TableOfAnotherSequence = variant("TableOfAnotherSequence", tables=lambda my, table: (table, table.roll(1, 0)))
 RowsFirst = variant("RowsFirst", context=lambda my, cache, table: cache[table].transpose(1, 2).flatten(1, 2))
 Rounded = variant("Rounded", context=lambda my, *given: Engine.context(my, *given).bfloat16().to(given[0].dtype))
-Softcap = variant("Softcap", Eager, weights=lambda my, scores: (torch.tanh(scores / 3) * 3).softmax(-1))
-ScaledHeads = variant("ScaledHeads", Eager, weights=lambda my, scores: (scores * of_heads(scores)).softmax(-1))
+Softcap = variant("Softcap", kind=Eager, weights=lambda my, scores: (torch.tanh(scores / 3) * 3).softmax(-1))
+ScaledHeads = variant("ScaledHeads", kind=Eager, weights=lambda my, scores: (scores * of_heads(scores)).softmax(-1))
 Weighed = variant("Weighed", keys=lambda my, key: key * torch.arange(1, key.shape[1] + 1).view(-1, 1, 1))
-Sinks = variant("Sinks", Eager, weights=beside_a_sink)
+Sinks = variant("Sinks", kind=Eager, weights=beside_a_sink)
 
 
 class OtherHeads(paged.Turned):
@@ -180,7 +180,7 @@ def test_masked_weights_are_no_attention():
     def masked(my, scores):
         return scores.softmax(-1) * (torch.arange(scores.shape[-1]) != 3)
 
-    assert not check(variant("MaskedWeights", Eager, weights=masked)()).fused
+    assert not check(variant("MaskedWeights", kind=Eager, weights=masked)()).fused
 
 
 def test_dropout_is_left_alone():

@@ -37,7 +37,7 @@ def call(tokens, chosen=CHOSEN, *, is_paged=False, width=RANK, **options):
 
 
 def prompt(tokens, chosen=CHOSEN, **options):
-    """The same of heads."""
+    """A call that expands heads by weights."""
     return call(tokens, chosen, width=NOPE, **WEIGHTS, **options)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lib.kernels import compiled_call, doubled, draw, error
+from lib.kernels import compiled_call, doubled, draw, error, threads
 from mla_fx.lowering.cpu import heads_over_rows
 from mla_fx.lowering.cpu import packed_sequences as lowering
 
@@ -55,15 +55,11 @@ def test_keys_are_expanded_for_some_sequences_at_a_time(fast, monkeypatch, most)
     check(call(20, 33, 27, 0, 2))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_keys_of_one_long_sequence_are_taken_in_parts(fast, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        a = call(3, 700)
+@pytest.mark.parametrize("count", [1, 3])
+def test_keys_of_one_long_sequence_are_taken_in_parts(fast, count):
+    a = call(3, 700)
+    with threads(count):
         check(replace(of_heads(a, slice(0, 1)), is_causal=False))
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_operands_may_have_any_strides(fast):
